@@ -1,0 +1,1 @@
+"""Parameter-efficient adapters."""

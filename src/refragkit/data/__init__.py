@@ -1,0 +1,1 @@
+"""Tokenizers, files, rendering and batches."""

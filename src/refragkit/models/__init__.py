@@ -1,0 +1,1 @@
+"""The block stack and its checkpoints."""

@@ -1,0 +1,1 @@
+"""Blocks and their parts."""

@@ -1,0 +1,1 @@
+"""Sequence-mixing and loss kernels, each beside its step-by-step reference."""

@@ -1,0 +1,1 @@
+"""Indexes, search and the multi-hop loop."""

@@ -1,0 +1,1 @@
+"""Rewards on what the model generated."""
