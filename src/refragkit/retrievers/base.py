@@ -1,0 +1,256 @@
+"""What every retriever does: index documents once, then answer queries, always in batches.
+
+A retriever finds documents for *query strings*. The loop that asks several times for one question, each time
+something new, is :mod:`refragkit.retrievers.multi_hop`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from refragkit.errors import RetrievalError
+from refragkit.types import Document, Hit, Question
+
+logger = logging.getLogger(__name__)
+
+
+def passage_text(document: Document) -> str:
+    """The text that is indexed and encoded: the title, then the passage."""
+    return f"{document.title}\n{document.text}" if document.title else document.text
+
+
+def corpus_hash(documents: Sequence[Document]) -> str:
+    """Sha256 over ids, titles, texts and metadata in order: any change to the corpus changes it."""
+    digest = hashlib.sha256()
+    for d in documents:
+        # Metadata counts too: a cached index stores the documents and must hand back the right ones.
+        row = [d.doc_id, d.title, d.text, dict(d.metadata)]
+        digest.update(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def best_first(
+    scores: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], id_rank: np.ndarray[Any, Any], k: int
+) -> np.ndarray[Any, Any]:
+    """The k best of a scored candidate list, ties by doc_id.
+
+    Args:
+        scores: [n], higher is better.
+        positions: [n] int, the document each score belongs to.
+        id_rank: [n_documents] int, the rank of each document's id in sorted order.
+        k: how many to keep.
+
+    Returns:
+        [min(k, n)] int, indices into ``scores``.
+    """
+    if len(scores) > 4 * k > 0:  # cut to what can matter before sorting: everything not below the k-th best
+        threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
+        candidates = np.flatnonzero(scores >= threshold)
+    else:
+        candidates = np.arange(len(scores))
+    order = np.lexsort((id_rank[positions[candidates]], -scores[candidates]))
+    return candidates[order[:k]]
+
+
+class Retriever(ABC):
+    """Finds the documents of a corpus that match query strings.
+
+    A subclass needs ``index`` and ``search``; ``write_files``, ``read_files`` and ``settings`` where it has
+    something to store; and ``score`` where it can rank given documents faster than by a search of the whole
+    corpus.
+
+    Attributes:
+        name: the option in ``conf/retriever/``.
+        documents: what is indexed; hits hold these very objects.
+    """
+
+    name: ClassVar[str] = "retriever"
+    #: Whether the index is worth a folder on disk (the controls' is not).
+    cached: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.documents: Sequence[Document] = ()
+        self._positions: dict[str, int] = {}
+        self._id_rank: np.ndarray[Any, Any] = np.zeros(0, dtype=np.int64)
+        self._searchable: np.ndarray[Any, Any] = np.zeros(0, dtype=np.int64)
+
+    # --- to implement -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def index(self, documents: Sequence[Document]) -> None:
+        """Build the index in memory.
+
+        Raises:
+            RetrievalError: the corpus is empty or has a doc_id twice.
+        """
+
+    @abstractmethod
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """At most k hits per query, by descending score, ties by doc_id; fewer if the corpus is smaller."""
+
+    # --- optional -----------------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """Everything besides the corpus that the stored index depends on: JSON scalars."""
+        return {}
+
+    def write_files(self, folder: Path) -> None:  # noqa: B027 - the controls have nothing to store
+        """Write the index's own files into an empty folder."""
+
+    def read_files(self, folder: Path) -> None:  # noqa: B027
+        """Read what ``write_files`` wrote; the documents are already set."""
+
+    def score(self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]) -> list[list[float]]:
+        """What ``search`` would score each of the given documents for each query.
+
+        Args:
+            queries: n queries.
+            doc_ids: n lists of documents of the corpus.
+
+        Returns:
+            n lists of scores, as long as the lists of documents.
+        """
+        found = self.search(queries, max(len(self.documents), 1))
+        tables = [{hit.doc_id: hit.score for hit in hits} for hits in found]
+        return [[t.get(i, 0.0) for i in ids] for t, ids in zip(tables, doc_ids, strict=True)]
+
+    def save(self, path: str | Path) -> None:
+        """Write the index, its documents and its manifest into a folder, all or nothing.
+
+        Raises:
+            RetrievalError: nothing is indexed, or the disk is full.
+        """
+        from refragkit.retrievers.index import DOCUMENTS, write_documents, write_folder
+
+        self._require_index()
+
+        def write(folder: Path) -> None:
+            write_documents(folder / DOCUMENTS, self.documents)
+            self.write_files(folder)
+
+        write_folder(path, self.manifest(), write)
+
+    def load(self, path: str | Path) -> None:
+        """Read an index that ``save`` wrote.
+
+        Raises:
+            RetrievalError: the folder is not an intact index of this retriever with these settings.
+        """
+        from refragkit.retrievers.index import DOCUMENTS, check_manifest, read_documents, read_manifest
+
+        path = Path(path)
+        wanted = {"retriever": self.name, "settings": self.settings()}
+        check_manifest(path, read_manifest(path), wanted)
+        self._set_documents(read_documents(path / DOCUMENTS))
+        self.read_files(path)
+
+    def search_for(
+        self,
+        questions: Sequence[Question],
+        queries: Sequence[str],
+        k: int,
+        skip: Sequence[Collection[str]] | None = None,
+    ) -> list[list[Hit]]:
+        """``search`` on behalf of questions, without the documents they already have.
+
+        Args:
+            questions: whose search this is. Only the ``gold`` control looks at them.
+            queries: one per question.
+            k: hits per query at most.
+            skip: doc_ids per question that must not be returned again.
+        """
+        if skip is None:
+            return self.search(queries, k)
+        longest = max((len(s) for s in skip), default=0)
+        found = self.search(queries, k + longest)
+        return [[h for h in hits if h.doc_id not in s][:k] for hits, s in zip(found, skip, strict=True)]
+
+    def open_index(self, documents: Sequence[Document], cache_dir: str | Path | None = None) -> Self:
+        """Load the cached index of these documents if its manifest matches, else build and save it.
+
+        Args:
+            documents: the corpus.
+            cache_dir: where indexes are kept; None uses the retriever's own, or builds in memory only.
+
+        Returns:
+            self, ready to search.
+        """
+        from refragkit.retrievers.index import open_cached
+
+        open_cached(self, documents, cache_dir if cache_dir is not None else getattr(self, "cache_dir", None))
+        return self
+
+    # --- shared -------------------------------------------------------------------------------------------
+
+    def _set_documents(self, documents: Sequence[Document]) -> None:
+        """Keep the documents, check their ids, and report what is wrong with them.
+
+        Raises:
+            RetrievalError: no documents, or a doc_id twice.
+        """
+        if not documents:
+            raise RetrievalError(
+                f"retriever={self.name}: the corpus is empty: expected at least one document; "
+                "check data.path or data.corpus"
+            )
+        positions: dict[str, int] = {}
+        for i, document in enumerate(documents):
+            if positions.setdefault(document.doc_id, i) != i:
+                raise RetrievalError(
+                    f"retriever={self.name}: doc_id {document.doc_id!r} is used by documents number "
+                    f"{positions[document.doc_id]} and {i}: every document needs an id of its own"
+                )
+        self.documents = documents
+        self._positions = positions
+        order = sorted(range(len(documents)), key=lambda i: documents[i].doc_id)
+        self._id_rank = np.empty(len(documents), dtype=np.int64)
+        self._id_rank[order] = np.arange(len(documents))
+        # A document without any text can't be a meaningful answer to a query: it stays in the corpus (its id
+        # may be referred to), but no search returns it.
+        texts = [passage_text(d).strip() for d in documents]
+        self._searchable = np.array([i for i, t in enumerate(texts) if t], dtype=np.int64)
+        empty, duplicates = len(texts) - len(self._searchable), len(texts) - len(set(texts))
+        if empty or duplicates:
+            logger.info(
+                "corpus of %d documents: %d are empty (never returned), %d repeat another's title and text",
+                len(texts),
+                empty,
+                duplicates - max(empty - 1, 0),
+            )
+
+    def _require_index(self) -> None:
+        if not self.documents:
+            raise RetrievalError(
+                f"retriever={self.name} has no index yet: call index(documents) or load(path)"
+            )
+
+    def _require_k(self, k: int) -> None:
+        if k < 1:
+            raise RetrievalError(f"retriever={self.name}: k must be at least 1, got {k}")
+
+    def _position(self, doc_id: str) -> int:
+        try:
+            return self._positions[doc_id]
+        except KeyError:
+            raise RetrievalError(
+                f"retriever={self.name}: document {doc_id!r} is not in the indexed corpus "
+                f"of {len(self.documents)}"
+            ) from None
+
+    def manifest(self) -> Mapping[str, Any]:
+        """What the stored index depends on: retriever, corpus hash, count, settings."""
+        return {
+            "retriever": self.name,
+            "corpus_hash": corpus_hash(self.documents),
+            "count": len(self.documents),
+            "settings": self.settings(),
+        }

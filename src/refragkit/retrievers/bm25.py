@@ -1,0 +1,164 @@
+"""BM25 over stemmed words (bm25s' sparse scores, PyStemmer's Snowball stemmers).
+
+Source: Robertson and Zaragoza 2009, "The Probabilistic Relevance Framework: BM25 and Beyond"; the scores are
+computed when indexing, as in bm25s (arXiv 2407.03618), in Lucene's variant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from refragkit.errors import RetrievalError
+from refragkit.retrievers.base import Retriever, best_first, passage_text
+from refragkit.types import Document, Hit
+
+if TYPE_CHECKING:
+    from refragkit.retrievers.multi_hop import MultiHopRetriever
+
+_WORD = re.compile(r"(?u)\b\w\w+\b")
+# Lucene's list, as in bm25s: longer lists remove words that name things ("who", "it", "us").
+_STOPWORDS_TEXT = """
+a an and are as at be but by for if in into is it no not of on or such that the their then there these
+they this to was will with
+"""
+_STOPWORDS = frozenset(_STOPWORDS_TEXT.split())
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words of two or more letters or digits, without stop words."""
+    return [w for w in _WORD.findall(text.lower()) if w not in _STOPWORDS]
+
+
+class BM25Retriever(Retriever):
+    """Ranks by words in common, the rarer the better."""
+
+    name: ClassVar[str] = "bm25"
+
+    def __init__(
+        self, k1: float = 1.5, b: float = 0.75, stemmer: str = "english", cache_dir: str | Path | None = None
+    ) -> None:
+        """Args are BM25's two parameters and the Snowball language (``none`` leaves words as they are).
+
+        Raises:
+            RetrievalError: ``k1`` or ``b`` is out of range, or the stemmer's language is unknown.
+        """
+        super().__init__()
+        if not k1 >= 0 or not 0 <= b <= 1:
+            raise RetrievalError(
+                f"retriever=bm25: expected retriever.k1 >= 0 and 0 <= retriever.b <= 1, got {k1}, {b}"
+            )
+        self.k1 = k1
+        self.b = b
+        self.stemmer = stemmer
+        self.cache_dir = cache_dir
+        self._stem_cache: dict[str, str] = {}
+        self._vocabulary: dict[str, int] = {}
+        self._bm25: Any = None
+
+    def settings(self) -> dict[str, Any]:
+        """The parameters; the index also depends on how words are split, which ``words`` numbers."""
+        return {"k1": float(self.k1), "b": float(self.b), "stemmer": self.stemmer, "words": 1}
+
+    def _stems(self, texts: Sequence[str]) -> list[list[str]]:
+        split = [words(t) for t in texts]
+        if self.stemmer == "none":
+            return split
+        new = sorted({w for text in split for w in text} - self._stem_cache.keys())
+        if new:
+            import Stemmer
+
+            try:
+                stemmer = Stemmer.Stemmer(self.stemmer)
+            except KeyError:
+                raise RetrievalError(
+                    f"retriever.stemmer={self.stemmer!r} is unknown: expected none or one of "
+                    f"{', '.join(Stemmer.algorithms())}"
+                ) from None
+            self._stem_cache.update(zip(new, stemmer.stemWords(new), strict=True))
+        return [[self._stem_cache[w] for w in text] for text in split]
+
+    def index(self, documents: Sequence[Document]) -> None:
+        """Compute the score of every word in every document."""
+        import bm25s
+
+        self._set_documents(documents)
+        self._stem_cache = {}
+        vocabulary: dict[str, int] = {}
+        ids = [
+            [vocabulary.setdefault(stem, len(vocabulary)) for stem in text]
+            for text in self._stems([passage_text(d) for d in documents])
+        ]
+        self._vocabulary = vocabulary
+        self._bm25 = None
+        if vocabulary:  # a corpus of nothing but stop words matches no query
+            self._bm25 = bm25s.BM25(k1=self.k1, b=self.b, method="lucene", backend="numpy")
+            self._bm25.index((ids, dict(vocabulary)), create_empty_token=False, show_progress=False)
+
+    def _scores(self, query_stems: Sequence[str]) -> np.ndarray[Any, Any]:
+        """[n_documents] float32."""
+        ids = [self._vocabulary[s] for s in query_stems if s in self._vocabulary]
+        if not ids:
+            return np.zeros(len(self.documents), dtype=np.float32)
+        scores: np.ndarray[Any, Any] = self._bm25.get_scores_from_ids(ids)
+        return scores
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """The k best documents of each query; those that share no word with it come last, with score 0."""
+        self._require_index()
+        self._require_k(k)
+        found = []
+        for stems in self._stems(queries):
+            scores = self._scores(stems)[self._searchable]
+            best = best_first(scores, self._searchable, self._id_rank, k)
+            found.append([Hit(self.documents[self._searchable[i]], float(scores[i])) for i in best])
+        return found
+
+    def score(self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]) -> list[list[float]]:
+        """BM25 of the given documents only."""
+        self._require_index()
+        result = []
+        for stems, ids in zip(self._stems(queries), doc_ids, strict=True):
+            scores = self._scores(stems) if ids else None
+            result.append([float(scores[self._position(i)]) for i in ids] if scores is not None else [])
+        return result
+
+    def write_files(self, folder: Path) -> None:
+        """The sparse scores as bm25s stores them, and the vocabulary."""
+        (folder / "vocabulary.json").write_text(
+            json.dumps(self._vocabulary, ensure_ascii=False), encoding="utf-8"
+        )
+        if self._bm25 is not None:
+            self._bm25.save(folder / "bm25s", show_progress=False)
+
+    def read_files(self, folder: Path) -> None:
+        """Open the scores memory-mapped."""
+        self._vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        self._stem_cache = {}
+        self._bm25 = None
+        if self._vocabulary:
+            import bm25s
+
+            self._bm25 = bm25s.BM25.load(folder / "bm25s", mmap=True, load_vocab=False)
+
+
+def bm25(
+    k1: float = 1.5,
+    b: float = 0.75,
+    stemmer: str = "english",
+    planner: str = "expand",
+    max_hops: int | None = None,
+    top_k_per_hop: int | None = None,
+    rerank: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> MultiHopRetriever:
+    """``retriever=bm25``: BM25 search in the multi-hop loop."""
+    from refragkit.retrievers.multi_hop import MultiHopRetriever
+
+    base = BM25Retriever(k1=k1, b=b, stemmer=stemmer, cache_dir=cache_dir)
+    return MultiHopRetriever(base, planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir)

@@ -1,0 +1,76 @@
+"""Which passages mention the titles of which others: the link graph of a corpus, built once when indexing.
+
+Titles are matched as whole words with the longest title winning ("New York City" over "New York"), in one pass over
+each text: a table from a title's first word to the titles that start with it, so the cost does not grow
+with the number of titles.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from refragkit.types import Document
+
+_TOKEN = re.compile(r"\w+")
+_QUALIFIER = re.compile(r"\s*\([^()]*\)\s*$")  # "Mercury (planet)" is written "Mercury" in running text
+# Titles that are ordinary words ("It", "Her", "The Who") would link everything with everything.
+_COMMON_TEXT = """
+a about after all also american an and are as at be been before between both but by can did do does
+during each english film first for from had has have he her him his how i if in into is it its life love
+made many may me more most my new no not now of off on one only or other our out over part same she since
+so some song such than that the their them then there these they this time to two under until up us used
+was we were what when where which while who will with you your
+"""
+_COMMON = frozenset(_COMMON_TEXT.split())
+
+
+def fold(text: str) -> str:
+    """Case and accents removed: what is compared."""
+    decomposed = unicodedata.normalize("NFKD", text)
+    return "".join(c for c in decomposed if not unicodedata.combining(c)).casefold()
+
+
+class TitleIndex:
+    """Finds mentions of a corpus' titles in any text."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        """Index the titles; documents without a title can't be mentioned."""
+        by_words: dict[tuple[str, ...], list[int]] = {}
+        for i, document in enumerate(documents):
+            names = {document.title, _QUALIFIER.sub("", document.title)}
+            for words in {tuple(_TOKEN.findall(fold(name))) for name in names}:
+                if words and not (len(words) == 1 and (words[0] in _COMMON or len(words[0]) < 2)):
+                    by_words.setdefault(words, []).append(i)
+        self._documents = by_words
+        lengths: dict[str, set[int]] = {}
+        for words in by_words:
+            lengths.setdefault(words[0], set()).add(len(words))
+        self._lengths = {first: sorted(n, reverse=True) for first, n in lengths.items()}
+
+    def mentions(self, text: str) -> list[int]:
+        """Positions of the documents whose title occurs in the text, in the order of their first mention.
+
+        A title counts only where the text writes it with a capital letter or digit: names, not words.
+        """
+        spans = [(m.start(), fold(m.group())) for m in _TOKEN.finditer(text)]
+        words = [w for _, w in spans]
+        found: dict[int, None] = {}
+        i = 0
+        while i < len(words):
+            step = 1
+            if not text[spans[i][0]].islower():
+                for n in self._lengths.get(words[i], ()):
+                    documents = self._documents.get(tuple(words[i : i + n])) if i + n <= len(words) else None
+                    if documents:
+                        found.update(dict.fromkeys(documents))
+                        step = n
+                        break
+            i += step
+        return list(found)
+
+
+def link_graph(documents: Sequence[Document], titles: TitleIndex) -> list[list[int]]:
+    """For each document, the positions of the documents that its text mentions, itself excluded."""
+    return [[j for j in titles.mentions(d.text) if j != i] for i, d in enumerate(documents)]

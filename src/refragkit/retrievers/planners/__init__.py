@@ -1,0 +1,1 @@
+"""Query planners: what a question should ask next, given what its earlier hops found."""

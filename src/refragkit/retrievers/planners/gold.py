@@ -1,0 +1,40 @@
+"""Ask the annotated sub-questions of a MuSiQue decomposition: an upper bound for planners."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from refragkit.retrievers.planners.base import Ask, QueryPlanner, Trail
+
+_REFERENCE = re.compile(r"#(\d+)")
+
+
+class GoldPlanner(QueryPlanner):
+    """Hop n asks sub-question n, with ``#i`` replaced by the annotated answer of sub-question i.
+
+    A question without a decomposition asks itself once and stops.
+    """
+
+    name: ClassVar[str] = "gold"
+
+    def plan(self, trails: Sequence[Trail]) -> list[Ask | None]:
+        """The next sub-question, or None when there is none left."""
+        return [self._next(t) for t in trails]
+
+    @staticmethod
+    def _next(trail: Trail) -> Ask | None:
+        steps = trail.question.decomposition
+        if not steps:
+            return None if trail.hops else Ask(trail.question.question)
+        if len(trail.hops) >= len(steps):
+            return None
+
+        def answer(match: re.Match[str]) -> str:
+            i = int(match.group(1))
+            return str(steps[i - 1]["answer"]) if 1 <= i <= len(steps) else match.group(0)
+
+        # MuSiQue writes some steps as "X >> relation".
+        step = str(steps[len(trail.hops)]["question"]).replace(" >> ", " ")
+        return Ask(_REFERENCE.sub(answer, step))
