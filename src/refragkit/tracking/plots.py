@@ -1,0 +1,122 @@
+"""Plots of a run, drawn from plain rows such as those of ``metrics.csv``.
+
+Figures are drawn on the Agg canvas directly: no display, no global pyplot state, safe beside other threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# (title of the panel, metrics in it by label); a panel without data is left out.
+_PANELS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("Loss (nats per token)", {"train": "train/loss", "validation": "val/loss"}),
+    (
+        "Reward of training answers",
+        {
+            "total": "reward/total",
+            "answer": "reward/answer",
+            "relevance": "reward/relevance",
+            "efficiency": "reward/efficiency",
+        },
+    ),
+    (
+        "Validation answers",
+        {"F1": "val/f1", "exact match": "val/em", "support recall": "val/support_recall"},
+    ),
+)
+# Above this many points a curve is noise without a running mean.
+_SMOOTH_FROM_POINTS = 20
+
+
+def series(rows: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """The (steps, values) of one metric; rows where it is missing, empty or not finite are skipped.
+
+    Values may be strings, as ``csv.DictReader`` gives them. Of two values for one step, the later row wins.
+    """
+    points: dict[int, float] = {}
+    for row in rows:
+        step, value = row.get("step"), row.get(key)
+        if step in (None, "") or value in (None, ""):
+            continue
+        number = float(value)
+        if math.isfinite(number):
+            points[int(float(step))] = number
+    steps = sorted(points)
+    return steps, [points[step] for step in steps]
+
+
+def plot_training(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path | None:
+    """Draws losses, reward parts and validation scores by step into one PNG, written atomically.
+
+    Args:
+        rows: ``{"step": int, "train/loss": float, "val/loss": ..., "reward/total": ...}``; each row may
+            hold any part of the metrics.
+        path: of the PNG; its folder is made.
+
+    Returns:
+        The path, or None when the rows hold nothing to draw.
+    """
+    panels = []
+    for title, metrics in _PANELS:
+        curves = [(label, *series(rows, key)) for label, key in metrics.items()]
+        curves = [curve for curve in curves if curve[1]]
+        if curves:
+            panels.append((title, curves))
+    if not panels:
+        return None
+
+    # matplotlib takes most of a second to import: only when there is something to draw.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(5.0 * len(panels), 3.6), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for index, (label, steps, values) in enumerate(curves):
+            color = f"C{index}"
+            few = len(values) < _SMOOTH_FROM_POINTS
+            axes.plot(
+                steps,
+                values,
+                color=color,
+                label=label if few else None,
+                marker="o" if few else None,
+                markersize=3,
+                linewidth=1.4 if few else 0.8,
+                alpha=1.0 if few else 0.3,
+            )
+            if not few:
+                axes.plot(steps, running_mean(values), color=color, label=label, linewidth=1.6)
+        if title.startswith(("Reward", "Validation")):
+            axes.set_ylim(-0.03, 1.03)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8)
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # No software version inside: the same rows give the same bytes.
+    figure.savefig(temporary, format="png", metadata={"Software": None})
+    temporary.replace(path)
+    return path
+
+
+def running_mean(values: Sequence[float], window: int | None = None) -> list[float]:
+    """Mean of each value with those up to ``window`` / 2 before and after it (default: a tenth of all)."""
+    half = max(1, (len(values) // 10 if window is None else window) // 2)
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    means = []
+    for index in range(len(values)):
+        low, high = max(0, index - half), min(len(values), index + half + 1)
+        means.append((sums[high] - sums[low]) / (high - low))
+    return means
