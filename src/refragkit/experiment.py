@@ -1,0 +1,286 @@
+"""The composition root: check the configuration, build what it names, run the task, write the summary.
+
+Only this module wires objects together. Components know nothing of each other's configuration: what one needs of
+another (the tokenizer's size, whether the model is recurrent) comes from the built object.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refragkit.errors import ConfigError, RefragError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from refragkit.adapters.report import AdapterReport
+    from refragkit.data.datamodule import QuestionData
+    from refragkit.data.tokenizer import Tokenizer
+    from refragkit.models.base import SequenceModel
+    from refragkit.retrievers.multi_hop import MultiHopRetriever
+    from refragkit.rewards.base import Reward
+    from refragkit.summary import Summary
+    from refragkit.tracking.base import Tracking
+    from refragkit.training.hardware import Hardware
+
+log = logging.getLogger("refragkit")
+
+# Exit codes of failed jobs of a sweep; a failed job must not end the others.
+_failed_jobs: list[int] = []
+
+
+class Run:
+    """One run: its configuration, its folder, and its components, each built on first use.
+
+    Attributes:
+        cfg: the checked configuration.
+        folder: the run folder.
+        tracking: where metrics go.
+        summary: filled by the task; ``metrics`` and ``artifacts`` above all.
+    """
+
+    def __init__(self, cfg: DictConfig, folder: Path, tracking: Tracking, summary: Summary) -> None:
+        self.cfg = cfg
+        self.folder = folder
+        self.tracking = tracking
+        self.summary = summary
+        self.seed: int = cfg.seed
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where tokenizers, vectors and indexes are kept between runs."""
+        return Path(self.cfg.paths.outputs).absolute() / "cache"
+
+    def _build(self, group: str, **injected: Any) -> Any:
+        from refragkit.config import instantiate
+
+        return instantiate(self.cfg, group, **injected)
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """Devices, precision and micro batch size."""
+        built: Hardware = self._build("hardware")
+        built.apply()
+        return built
+
+    @cached_property
+    def data(self) -> QuestionData:
+        """The prepared data."""
+        data: QuestionData = self._build("data")
+        data.prepare(cache_dir=self.cache_dir, seed=self.seed)
+        return data
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The data's tokenizer."""
+        return self.data.build_tokenizer(self.cache_dir)
+
+    @cached_property
+    def model(self) -> SequenceModel:
+        """The model with its adapter applied."""
+        from refragkit.models.build import build_model
+
+        model = build_model(self.cfg.model, vocab_size=self.tokenizer.vocab_size, seed=self.seed)
+        self.apply_adapter(model)
+        return model
+
+    def apply_adapter(self, model: SequenceModel) -> AdapterReport:
+        """Put the configured adapter on ``model`` and count its parameters for the summary."""
+        report: AdapterReport = self._build("adapter").apply(model, seed=self.seed)
+        self.summary.total_parameters = report.total_parameters
+        self.summary.trainable_parameters = report.trainable_parameters
+        return report
+
+    @cached_property
+    def retriever(self) -> MultiHopRetriever | None:
+        """The multi-hop retriever with its index open, or None with ``retriever=none``."""
+        if self.cfg.choices.retriever == "none":
+            return None
+        method = self.cfg.get("method") or {}
+        retriever: MultiHopRetriever = self._build("retriever")
+        for key in ("max_hops", "top_k_per_hop"):  # the method's values, unless the retriever's own are set
+            if self.cfg.retriever.get(key) is None and method.get(key) is not None:
+                setattr(retriever, key, method[key])
+        if self.data.corpus is None:
+            raise ConfigError(
+                f"retriever={self.cfg.choices.retriever} needs a corpus, and data={self.cfg.choices.data} has none;"
+                " choose data=multihop_qa or retriever=none"
+            )
+        retriever.open_index(self.data.corpus, self.cache_dir)
+        return retriever
+
+    @cached_property
+    def reward(self) -> Reward:
+        """The reward."""
+        built: Reward = self._build("reward")
+        return built
+
+    def artifact(self, name: str, path: Path) -> None:
+        """Record a file or folder of the run under ``name`` and upload it."""
+        self.summary.artifacts[name] = str(path.relative_to(self.folder))
+        self.tracking.log_artifact(path)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send metrics to the tracking store and remember the latest value of each."""
+        self.summary.metrics.update({k: float(v) for k, v in metrics.items()})
+        self.tracking.log_metrics(metrics, step)
+
+
+def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
+    """Run one experiment to its end and write its ``summary.json``, whatever happens.
+
+    Args:
+        cfg: a composed configuration (``refragkit.compose``).
+        folder: the run folder; made if missing.
+        command: the command line, for the summary.
+
+    Returns:
+        The summary, ``status`` "finished", "failed" (``error`` says why) or "interrupted".
+    """
+    from omegaconf import OmegaConf
+
+    from refragkit.config import flatten, instantiate, validate
+    from refragkit.console import close_logging, print_config, print_error, setup_logging
+    from refragkit.summary import Summary, git_commit, peak_rss_bytes, reset_peak_rss
+
+    folder = folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    setup_logging(folder / "train.log")
+    reset_peak_rss()
+    started = time.perf_counter()
+    choices = cfg.choices
+    summary = Summary(
+        task=str(choices.task),
+        model=str(choices.model),
+        method=str(choices.method),
+        retriever=str(choices.retriever),
+        seed=cfg.seed if isinstance(cfg.seed, int) else 0,
+        git_commit=git_commit(),
+        command=command,
+    )
+    summary.write(folder / "summary.json")
+    tracking: Tracking | None = None
+    try:
+        validate(cfg)
+        _write_config(OmegaConf.to_yaml(cfg, resolve=True), folder / "config.yaml")
+        print_config(cfg)
+        log.info("run folder: %s", _shown(folder))
+        tracking = instantiate(cfg, "tracking", outputs=Path(cfg.paths.outputs).absolute())
+        run_name = folder.name if not cfg.dry_run else f"{folder.name} (dry run)"
+        summary.mlflow_run_id = tracking.start(
+            run_name, params=flatten(cfg), tags={"command": command, "git_commit": summary.git_commit or ""}
+        )
+        tracking.log_artifact(folder / "config.yaml")
+        run = Run(cfg, folder, tracking, summary)
+        instantiate(cfg, "task", run=run)
+        summary.status = "finished"
+    except RefragError as error:
+        log.debug("failed", exc_info=True)
+        summary.status, summary.error = "failed", str(error)
+        print_error(str(error))
+    except (KeyboardInterrupt, SystemExit) as error:
+        log.debug("interrupted", exc_info=True)
+        summary.status, summary.error = "interrupted", f"interrupted ({type(error).__name__})"
+        print_error(f"interrupted; what was saved is in {_shown(folder)}")
+    except Exception as error:
+        log.debug("failed", exc_info=True)
+        summary.status, summary.error = "failed", f"{type(error).__name__}: {error}"
+        print_error(f"{summary.error}\nThe traceback is in {_shown(folder / 'train.log')}")
+    finally:
+        summary.wall_seconds = time.perf_counter() - started
+        summary.peak_rss_bytes = peak_rss_bytes()
+        summary.write(folder / "summary.json")
+        if tracking is not None:
+            try:
+                tracking.log_artifact(folder / "summary.json")
+                tracking.log_artifact(folder / "train.log")
+                tracking.end(summary.status)
+            except Exception as error:
+                log.debug("tracking", exc_info=True)
+                print_error(f"the run could not be closed in the tracking store: {error}")
+    if summary.status == "finished":
+        log.info("finished in %.0f s: %s", summary.wall_seconds, _shown(folder / "summary.json"))
+    close_logging()
+    return summary
+
+
+def _write_config(text: str, path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _shown(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _job(cfg: DictConfig) -> float | None:
+    """What Hydra calls for each job."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    from refragkit.config import with_choices
+
+    hydra = HydraConfig.get()
+    cfg = with_choices(cfg, hydra.runtime.choices)
+    command = shlex.join([*_program(), *hydra.overrides.task])
+    if hydra.mode == RunMode.MULTIRUN:
+        print(f"\njob {hydra.job.num}: {' '.join(hydra.overrides.task)}", flush=True)
+    summary = run_experiment(cfg, Path(hydra.runtime.output_dir), command)
+    if summary.status != "finished":
+        code = 130 if summary.status == "interrupted" else 1
+        if hydra.mode != RunMode.MULTIRUN or code == 130:
+            sys.exit(code)
+        _failed_jobs.append(code)
+    return summary.metrics.get("val/f1")
+
+
+def _program() -> list[str]:
+    name = Path(sys.argv[0]).name
+    return ["python", name] if name.endswith(".py") else [name]
+
+
+def _on_terminate(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``run.py`` and of the console script; exits with 1 after an error, 130 when interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Two OpenMP runtimes (torch's and faiss's) in one process crash on macOS unless told to coexist.
+    os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "TRUE")
+    from refragkit.console import print_error, print_help
+
+    if "-h" in arguments or "--help" in arguments:
+        print_help()
+        return
+    import hydra
+    from hydra._internal.utils import get_args_parser
+
+    from refragkit.config import check_overrides, conf_dir, register_resolvers
+
+    register_resolvers()
+    try:
+        check_overrides(get_args_parser().parse_known_args(arguments)[0].overrides)
+    except ConfigError as error:
+        print_error(str(error))
+        sys.exit(1)
+    sys.argv = [sys.argv[0], *arguments]
+    _failed_jobs.clear()
+    signal.signal(signal.SIGTERM, _on_terminate)
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_job)()
+    if _failed_jobs:
+        print_error(f"{len(_failed_jobs)} of the sweep's jobs failed; each summary.json says why")
+        sys.exit(1)

@@ -1,0 +1,447 @@
+"""What all methods share: the optimisation step, evaluation by loss and by generated answers, schedules.
+
+One Lightning step is one global batch. The data yields it whole; the module walks its micro batches and steps the
+optimiser once, so that token-weighted losses, rollouts, logging and checkpoints all see whole steps, and neither the
+micro batch size nor accumulation changes the gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from refragkit.data.collate import collate, micro_batches
+from refragkit.data.conversation import Rendered
+from refragkit.errors import ConfigError
+from refragkit.methods.episodes import EpisodeBuilder
+from refragkit.ops.cross_entropy import linear_cross_entropy
+from refragkit.rewards.composite import CompositeReward
+from refragkit.seeding import derive_seed
+from refragkit.training.optim import (
+    LearningRates,
+    build_adamw,
+    clip_gradients,
+    learning_rate_factor,
+    set_learning_rates,
+)
+from refragkit.types import Batch, Conversation, Episode, Question
+
+if TYPE_CHECKING:
+    from refragkit.data.tokenizer import Tokenizer
+    from refragkit.models.base import SequenceModel
+    from refragkit.retrievers.multi_hop import MultiHopRetriever
+    from refragkit.rewards.base import Reward
+    from refragkit.training.hardware import Hardware
+
+Schedule = Literal["linear", "cosine", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The settings that every method has; a YAML of ``conf/method`` holds exactly these.
+
+    Attributes:
+        epochs: passes over the training examples.
+        max_steps: cap on optimiser steps; null: only ``epochs`` counts.
+        global_batch_size: examples in one optimiser step of the whole run.
+        max_seq_len: tokens of a training example; documents are cut to make room.
+        max_document_tokens: tokens of one document; null: no limit of its own.
+        max_new_tokens: longest generated answer.
+        lr: one learning rate for every parameter; null: the three below.
+        embedding_lr: for the (tied) embedding.
+        unembedding_lr: for an untied output head.
+        matrix_lr: for everything else.
+        init_lr_frac: factor on all rates when weights are pretrained.
+        scratch_lr_frac: factor on all rates when weights are random: nothing is there to be preserved.
+        weight_decay: AdamW's.
+        schedule: shape of the decay to 0 after warmup.
+        warmup_steps: linear warmup.
+        grad_clip: largest gradient norm; 0 switches clipping off.
+        eval_every: optimiser steps between evaluations; the last step is always evaluated.
+        eval_batches: evaluate at most this many global batches.
+        log_every: optimiser steps between log lines.
+    """
+
+    epochs: int
+    max_steps: int | None
+    global_batch_size: int
+    max_seq_len: int
+    max_document_tokens: int | None
+    max_new_tokens: int
+    lr: float | None
+    embedding_lr: float
+    unembedding_lr: float
+    matrix_lr: float
+    init_lr_frac: float
+    scratch_lr_frac: float
+    weight_decay: float
+    schedule: Schedule
+    warmup_steps: int
+    grad_clip: float
+    eval_every: int
+    eval_batches: int
+    log_every: int
+
+    needs_recurrence: ClassVar[bool] = False
+    needs_retriever: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive = (
+            "epochs",
+            "global_batch_size",
+            "max_new_tokens",
+            "eval_every",
+            "eval_batches",
+            "log_every",
+        )
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ConfigError(f"method.max_steps: expected null or at least 1, got {self.max_steps}")
+        for name in ("weight_decay", "warmup_steps", "grad_clip", "init_lr_frac", "scratch_lr_frac"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"method.{name}: expected 0 or more, got {getattr(self, name)}")
+        if self.max_seq_len <= self.max_new_tokens:
+            raise ConfigError(
+                f"method.max_seq_len={self.max_seq_len} leaves no room for a prompt beside"
+                f" method.max_new_tokens={self.max_new_tokens}; raise the first or lower the second"
+            )
+
+    def n_steps(self, n_examples: int) -> int:
+        """Optimiser steps of a run over ``n_examples``: ``epochs`` passes, at most ``max_steps``."""
+        steps = max(1, -(-self.epochs * n_examples // self.global_batch_size))
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def module(self, components: Components) -> MethodModule:
+        """The Lightning module that trains ``components.model``."""
+        raise TypeError(f"{type(self).__name__} is not a method of its own")
+
+
+@dataclass
+class Components:
+    """The built objects that a method works on."""
+
+    model: SequenceModel
+    tokenizer: Tokenizer
+    retriever: MultiHopRetriever | None
+    reward: Reward
+    hardware: Hardware
+    validation: Sequence[Question | Conversation]
+    n_steps: int
+    seed: int
+    from_scratch: bool
+    log_metrics: Callable[[Mapping[str, float], int], None]
+
+
+@dataclass
+class Prepared:
+    """A global batch, ready to train on.
+
+    Attributes:
+        examples: rendered conversations.
+        weights: one per example: the loss is the mean over examples of weight times token-mean loss. None: the loss is
+            the mean over all supervised tokens of the batch.
+        metrics: what preparing measured, logged beside the loss.
+    """
+
+    examples: list[Rendered]
+    weights: list[float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class MethodModule(pl.LightningModule):
+    """Base of the methods: subclasses say how a global batch becomes supervised tokens and weights."""
+
+    def __init__(self, recipe: Recipe, components: Components) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.recipe = recipe
+        self.components = components
+        self.model = components.model
+        self.tokenizer = components.tokenizer
+        self.reward = components.reward
+        self.episodes = EpisodeBuilder(
+            components.retriever,
+            components.tokenizer,
+            recipe.max_seq_len,
+            recipe.max_new_tokens,
+            recipe.max_document_tokens,
+        )
+        self.history: list[dict[str, float]] = []
+        self.dropped_examples = 0
+        self.truncated_documents = 0
+        self.trained_tokens = 0
+        self.training_seconds = 0.0
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Turn a global batch into rendered examples, with weights where the method has them."""
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW with a learning rate for each kind of parameter."""
+        recipe = self.recipe
+        if recipe.lr is not None:
+            rates = LearningRates.uniform(recipe.lr)
+        else:
+            scale = recipe.scratch_lr_frac if self.components.from_scratch else recipe.init_lr_frac
+            rates = LearningRates(
+                embedding=recipe.embedding_lr,
+                unembedding=recipe.unembedding_lr,
+                matrix=recipe.matrix_lr,
+                other=recipe.matrix_lr,
+            ).scaled(scale)
+        return build_adamw(self.model, rates, weight_decay=recipe.weight_decay)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        """Prepare a global batch, accumulate its gradient over micro batches, step the optimiser once."""
+        started = time.perf_counter()
+        step = self.global_step
+        torch.manual_seed(derive_seed(self.components.seed, step, self.global_rank, "dropout"))
+        prepared = self.prepare(batch)
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        factor = learning_rate_factor(
+            self.recipe.schedule, step, self.components.n_steps, self.recipe.warmup_steps
+        )
+        rates = set_learning_rates(optimizer, factor)
+        optimizer.zero_grad()
+        metrics = {f"lr/{kind}": rate for kind, rate in rates.items()} | prepared.metrics
+        kept = self._keep(prepared)
+        if kept:
+            self.model.train()
+            metrics |= self._accumulate(kept)
+            metrics["train/grad_norm"] = clip_gradients(self.model.parameters(), self.recipe.grad_clip)
+        optimizer.step()
+        tokens = sum(len(e.input_ids) for e, _ in kept)
+        seconds = time.perf_counter() - started
+        self.trained_tokens += tokens
+        self.training_seconds += seconds
+        metrics["train/tokens_per_second"] = tokens / seconds
+        self._record(metrics, step + 1)
+        shown = {"loss": metrics.get("train/loss", float("nan")), "tok/s": metrics["train/tokens_per_second"]}
+        if "reward/total" in metrics:
+            shown["reward"] = metrics["reward/total"]
+        self.log_dict(shown, prog_bar=True, logger=False, batch_size=len(batch.examples))
+
+    def _record(self, metrics: Mapping[str, float], step: int) -> None:
+        self.history.append({"step": step, **metrics})
+        self.components.log_metrics(metrics, step)
+
+    def _keep(self, prepared: Prepared) -> list[tuple[Rendered, float | None]]:
+        """Examples with a supervised token and a weight; the rest is counted and skipped."""
+        weights: Sequence[float | None] = prepared.weights or [None] * len(prepared.examples)
+        kept = []
+        for example, weight in zip(prepared.examples, weights, strict=True):
+            self.truncated_documents += example.truncated_documents
+            if any(example.loss_mask):
+                kept.append((example, weight))
+            else:
+                self.dropped_examples += 1
+        return kept
+
+    def _accumulate(self, kept: Sequence[tuple[Rendered, float | None]]) -> dict[str, float]:
+        """Backward over micro batches; the loss is divided by the whole global batch's count first."""
+        n_tokens = sum(sum(e.loss_mask) for e, _ in kept)
+        scales = {
+            id(e): 1.0 / n_tokens if weight is None else weight / (sum(e.loss_mask) * len(kept))
+            for e, weight in kept
+        }
+        cross_entropy = objective = 0.0
+        size = min(self.components.hardware.micro_batch_size, self.recipe.global_batch_size)
+        for group in micro_batches([e for e, _ in kept], size):
+            losses, rows = self.token_losses(group)
+            scale = torch.tensor([scales[id(e)] for e in group], device=losses.device)[rows]
+            loss = (losses * scale).sum()
+            # An example whose reward is 0 has nothing to teach: spare its backward pass.
+            if bool((scale != 0).any()):
+                self.manual_backward(loss)
+            cross_entropy += float(losses.detach().sum())
+            objective += float(loss.detach())
+        return {"train/loss": cross_entropy / n_tokens, "train/objective": objective}
+
+    def token_losses(self, examples: Sequence[Rendered]) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of every supervised token of a micro batch.
+
+        Args:
+            examples: B rendered conversations.
+
+        Returns:
+            losses ``[N]`` float32 over the N supervised tokens, and rows ``[N]``, the example each belongs to. Only
+            supervised positions go through the output head.
+        """
+        batch = collate(examples, self.tokenizer.pad_id, self.device)
+        hidden, _ = self.model.hidden_states(batch.input_ids, attention_mask=batch.attention_mask)
+        supervised = batch.labels != -100
+        losses = linear_cross_entropy(hidden[supervised], self.model.head_weight, batch.labels[supervised])
+        return losses, supervised.nonzero()[:, 0]
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Loss on gold answers, and exact match, F1 and support recall of generated ones.
+
+        Every validation example counts once, in file order, up to ``eval_batches`` global batches.
+
+        Returns:
+            metrics under ``val/``, and one record for each question as in ``samples.jsonl``.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        limit = self.recipe.eval_batches * self.recipe.global_batch_size
+        examples = list(self.components.validation[:limit])
+        questions = [e for e in examples if isinstance(e, Question)]
+        hops = self.episodes.retrieve(questions)
+        by_id = {q.id: h for q, h in zip(questions, hops, strict=True)}
+        rendered = [
+            self.episodes.example(e, by_id[e.id], e.answers[0])
+            if isinstance(e, Question)
+            else self.episodes.conversation(e)
+            for e in examples
+        ]
+        metrics = self._validation_loss([r for r in rendered if any(r.loss_mask)])
+        records: list[dict[str, Any]] = []
+        if questions:
+            step = self.global_step
+            completions = self.answer(
+                questions, hops, temperature=0.0, seed=derive_seed(self.components.seed, "eval")
+            )
+            evaluated = [
+                episode(q, h, c, self.max_hops) for q, h, c in zip(questions, hops, completions, strict=True)
+            ]
+            more, records = score_answers(evaluated, self.reward, step)
+            metrics |= more
+        self.model.train(was_training)
+        return metrics, records
+
+    def _validation_loss(self, rendered: Sequence[Rendered]) -> dict[str, float]:
+        total, count = 0.0, 0
+        for group in micro_batches(rendered, self.components.hardware.micro_batch_size):
+            losses, _ = self.token_losses(group)
+            total, count = total + float(losses.sum()), count + losses.numel()
+        return {"val/loss": total / count} if count else {}
+
+    @property
+    def max_hops(self) -> int:
+        """Hops allowed for a question; 0 without retrieval."""
+        return self.components.retriever.max_hops if self.components.retriever else 0
+
+    def answer(
+        self, questions: Sequence[Question], hops: Sequence[Sequence[Any]], temperature: float, seed: int
+    ) -> list[str]:
+        """The model's answer to each question, given its documents, in one batched generation.
+
+        Args:
+            questions: B questions.
+            hops: what was retrieved for each.
+            temperature: 0 is greedy.
+            seed: of the sampling; each row has a generator of its own.
+        """
+        from refragkit.generation.engine import GenerationConfig, generate
+
+        prompts = [self.episodes.prompt(q, h) for q, h in zip(questions, hops, strict=True)]
+        config = GenerationConfig(
+            max_new_tokens=self.recipe.max_new_tokens,
+            temperature=temperature,
+            stop_ids=(self.tokenizer.end_id,),
+        )
+        samples = generate(self.model, prompts, config, pad_id=self.tokenizer.pad_id, seed=seed)
+        return [self.tokenizer.decode(row[0].content_ids).strip() for row in samples]
+
+
+def episode(question: Question, hops: Sequence[Any], completion: str, max_hops: int) -> Episode:
+    """What a reward sees of one answered question."""
+    return Episode(
+        question=question.question,
+        answers=question.answers,
+        supporting_ids=question.supporting_ids,
+        hops=tuple(hops),
+        completion=completion,
+        id=question.id,
+        max_hops=max_hops,
+        metadata=question.metadata,
+    )
+
+
+def score_answers(
+    episodes: Sequence[Episode], reward: Reward, step: int
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Exact match, F1, rewards and support recall by hop of answered questions.
+
+    Args:
+        episodes: one or more answered questions.
+        reward: the run's reward.
+        step: optimiser step of the model that answered, for the records.
+
+    Returns:
+        metrics under ``val/``, and one record for each episode as in ``samples.jsonl``.
+    """
+    from refragkit.rewards.answer import exact_match, token_f1
+
+    em = [exact_match(e.completion, e.answers) for e in episodes]
+    f1 = [token_f1(e.completion, e.answers) for e in episodes]
+    parts = reward_parts(reward, episodes)
+    metrics = {"val/em": _mean(em), "val/f1": _mean(f1)}
+    metrics |= {f"val/reward_{name}": _mean(values) for name, values in parts.items()}
+    deepest = max((len(e.hops) for e in episodes), default=0)
+    annotated = [e for e in episodes if e.supporting_ids]
+    if deepest and annotated:
+        for hop in range(1, deepest + 1):
+            metrics[f"val/support_recall_hop{hop}"] = _mean([_support_recall(e, hop) for e in annotated])
+        metrics["val/support_recall"] = metrics[f"val/support_recall_hop{deepest}"]
+        metrics["val/hops"] = _mean([len(e.hops) for e in episodes])
+        metrics["val/documents"] = _mean([len(e.documents) for e in episodes])
+    records = [
+        {
+            "step": step,
+            "id": e.id,
+            "question": e.question,
+            "answers": list(e.answers),
+            "completion": e.completion,
+            "em": em[i],
+            "f1": f1[i],
+            "rewards": {name: values[i] for name, values in parts.items()},
+            "hops": [
+                {
+                    "hop": h.hop,
+                    "query": h.query,
+                    "latency_seconds": h.latency_seconds,
+                    "documents": [
+                        {
+                            "doc_id": d.doc_id,
+                            "title": d.document.title,
+                            "text": d.document.text,
+                            "score": d.score,
+                            "supporting": d.doc_id in e.supporting_ids,
+                        }
+                        for d in h.new_documents
+                    ],
+                }
+                for h in e.hops
+            ],
+        }
+        for i, e in enumerate(episodes)
+    ]
+    return metrics, records
+
+
+def reward_parts(reward: Reward, episodes: Sequence[Episode]) -> dict[str, list[float]]:
+    """Each part of a composite reward by its name, and the ``total``; one value per episode."""
+    if isinstance(reward, CompositeReward):
+        parts = reward.parts(episodes)
+        return {**parts, "total": reward.combine(parts)}
+    return {"total": reward(episodes)}
+
+
+def _support_recall(e: Episode, hops: int) -> float:
+    found = {hit.doc_id for hop in e.hops[:hops] for hit in hop.new_documents}
+    return len(found & set(e.supporting_ids)) / len(set(e.supporting_ids))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

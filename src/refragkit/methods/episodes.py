@@ -1,0 +1,94 @@
+"""From questions to model input: retrieval for a batch, the conversation of an episode, rendering.
+
+The retriever is frozen and its planner asks the same question the same way every time, so a question's hops are kept
+after the first search and its passages are never searched for twice in a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from refragkit.data.conversation import Rendered, render, render_prompt
+from refragkit.types import Conversation, Hop, Message, Question
+
+if TYPE_CHECKING:
+    from refragkit.data.tokenizer import Tokenizer
+    from refragkit.retrievers.multi_hop import MultiHopRetriever
+
+
+def episode_conversation(question: Question, hops: Sequence[Hop], answer: str | None) -> Conversation:
+    """The conversation of one episode: question, one retrieval turn for each hop, answer.
+
+    Args:
+        question: what the user asks.
+        hops: what was retrieved; each hop contributes the documents that no earlier hop had found.
+        answer: the assistant's turn; None leaves it out, for a prompt.
+    """
+    messages = [Message("user", question.question)]
+    for hop in hops:
+        if hop.new_documents:
+            messages.append(Message("retrieval", hop=hop.hop, query=hop.query, documents=hop.new_documents))
+    if answer is not None:
+        messages.append(Message("assistant", answer))
+    return Conversation(question.id, tuple(messages))
+
+
+class EpisodeBuilder:
+    """Retrieves for questions and renders episodes within the context length.
+
+    Args:
+        retriever: None answers from the question alone.
+        tokenizer: renders the conversations.
+        max_seq_len: tokens of a whole training example.
+        max_new_tokens: tokens kept free for an answer when a prompt is cut to size.
+        max_document_tokens: tokens of one document; None means no limit of its own.
+    """
+
+    def __init__(
+        self,
+        retriever: MultiHopRetriever | None,
+        tokenizer: Tokenizer,
+        max_seq_len: int,
+        max_new_tokens: int,
+        max_document_tokens: int | None = None,
+    ) -> None:
+        self.retriever = retriever
+        self.tokenizer = tokenizer
+        self.max_seq_len = max_seq_len
+        self.max_new_tokens = max_new_tokens
+        self.max_document_tokens = max_document_tokens
+        self._hops: dict[str, tuple[Hop, ...]] = {}
+
+    def retrieve(self, questions: Sequence[Question]) -> list[tuple[Hop, ...]]:
+        """The hops of each question; one batched multi-hop search for those not seen before."""
+        if self.retriever is None:
+            return [() for _ in questions]
+        new = {q.id: q for q in questions if q.id not in self._hops}
+        if new:
+            for identifier, hops in zip(new, self.retriever.retrieve(list(new.values())), strict=True):
+                self._hops[identifier] = hops
+        return [self._hops[q.id] for q in questions]
+
+    def prompt(self, question: Question, hops: Sequence[Hop]) -> list[int]:
+        """Token ids that end where the assistant's answer begins."""
+        return render_prompt(
+            episode_conversation(question, hops, None),
+            self.tokenizer,
+            self.max_seq_len,
+            reserve_tokens=self.max_new_tokens,
+            max_document_tokens=self.max_document_tokens,
+        )
+
+    def example(self, question: Question, hops: Sequence[Hop], answer: str) -> Rendered:
+        """The prompt followed by ``answer`` and the end token, which alone are supervised."""
+        return self.conversation(episode_conversation(question, hops, answer))
+
+    def conversation(self, conversation: Conversation) -> Rendered:
+        """A whole conversation with its loss mask."""
+        return render(
+            conversation,
+            self.tokenizer,
+            self.max_seq_len,
+            max_document_tokens=self.max_document_tokens,
+        )

@@ -1,0 +1,111 @@
+"""REFRAG: recursive, reinforced retrieval-augmented fine-tuning.
+
+The word stands here for multi-hop retrieval in which each hop's documents inform the next query, trained with rewards
+on what the model answered. The 2025 paper of the same name (arXiv 2509.01092) compresses chunks into embeddings; that
+is a different idea and is not what this method does.
+
+Objective ``reward_weighted``, for each question of a global batch of N:
+
+1. retrieve up to ``max_hops`` rounds of ``top_k_per_hop`` passages;
+2. let the model answer from the question and these passages;
+3. reward that answer: 0.6 answer + 0.3 relevance + 0.1 efficiency (``conf/reward/refrag.yaml``);
+4. loss = 1/N sum_i reward_i * (1/|y_i|) sum_t -log p(y_it | question, passages, y_i<t).
+
+y is the gold answer (``target: given``) or the model's own (``target: sampled``; then this is reward-weighted
+regression on samples, Peters & Schaal 2007, with the reward itself as the weight).
+
+Differs: the token-mean is taken inside each example before weighting, so that a reward weighs an answer and not its
+length; the reward comes from a generated answer, never from the shape of the conversation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from refragkit.errors import ConfigError, DataError
+from refragkit.methods.base import Components, MethodModule, Prepared, Recipe, episode, reward_parts
+from refragkit.seeding import derive_seed
+from refragkit.types import Batch, Question
+
+log = logging.getLogger("refragkit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refrag(Recipe):
+    """Settings of refrag; see ``Recipe`` for the shared ones.
+
+    Attributes:
+        objective: how rewards enter the loss.
+        target: which answer is trained on: the ``given`` gold one or the ``sampled`` one that was rewarded.
+        temperature: of the rewarded answers; 0 is greedy.
+        max_hops: searches for one question at most.
+        top_k_per_hop: passages of one search.
+    """
+
+    objective: Literal["reward_weighted"]
+    target: Literal["given", "sampled"]
+    temperature: float
+    max_hops: int
+    top_k_per_hop: int
+
+    needs_recurrence: ClassVar[bool] = True
+    needs_retriever: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_hops", "top_k_per_hop"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.temperature < 0:
+            raise ConfigError(f"method.temperature: expected 0 or more, got {self.temperature}")
+
+    def module(self, components: Components) -> RefragModule:
+        """The Lightning module."""
+        return RefragModule(self, components)
+
+
+class RefragModule(MethodModule):
+    """Trains on answers weighted by the reward of what the model answered."""
+
+    recipe: Refrag
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Retrieve, answer, reward, and weight the target answers of a global batch.
+
+        Raises:
+            DataError: the data holds conversations instead of questions.
+        """
+        recipe = self.recipe
+        questions = [e for e in batch.examples if isinstance(e, Question)]
+        if len(questions) != len(batch.examples):
+            raise DataError(
+                "method=refrag trains on questions with answers; choose data=multihop_qa, or method=sft"
+            )
+        started = time.perf_counter()
+        hops = self.episodes.retrieve(questions)
+        retrieved = time.perf_counter()
+        seed = derive_seed(self.components.seed, self.global_step, self.global_rank, "rollouts")
+        completions = self.answer(questions, hops, recipe.temperature, seed)
+        answered = time.perf_counter()
+        episodes = [
+            episode(q, h, c, self.max_hops) for q, h, c in zip(questions, hops, completions, strict=True)
+        ]
+        parts = reward_parts(self.reward, episodes)
+        totals = parts["total"]
+        if max(totals) == 0:
+            log.warning(
+                "step %d: every reward of the batch is 0, so it teaches nothing", self.global_step + 1
+            )
+        targets = completions if recipe.target == "sampled" else [q.answers[0] for q in questions]
+        metrics = {f"reward/{name}": sum(values) / len(values) for name, values in parts.items()}
+        metrics["reward/empty_completions"] = sum(not c for c in completions) / len(completions)
+        metrics["time/retrieve_seconds"] = retrieved - started
+        metrics["time/generate_seconds"] = answered - retrieved
+        return Prepared(
+            [self.episodes.example(q, h, t) for q, h, t in zip(questions, hops, targets, strict=True)],
+            weights=totals,
+            metrics=metrics,
+        )

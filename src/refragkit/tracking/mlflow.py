@@ -1,0 +1,217 @@
+"""MLflow: parameters, metrics by step, artifacts, data sets and traces of a run, in SQLite or on a server."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from refragkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+log = logging.getLogger("refragkit")
+
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+_MAX_PARAM_CHARACTERS = 6000  # MLflow's own limit; the whole configuration goes up as an artifact
+
+
+class MLflowTracking:
+    """One MLflow run.
+
+    Args:
+        uri: tracking URI; None means SQLite at ``<outputs>/mlflow.db`` with artifacts beside it.
+        experiment: name of the MLflow experiment.
+        log_model: whether the exported model or adapter is uploaded.
+        outputs: folder of the local store (injected).
+    """
+
+    def __init__(
+        self, uri: str | None = None, experiment: str = "refragkit", log_model: bool = True, *, outputs: Path
+    ) -> None:
+        self.uri = uri
+        self.experiment = experiment
+        self.log_model = log_model
+        self.outputs = outputs
+        self.run_id: str | None = None
+        self._experiment_id = ""
+        self._client: MlflowClient | None = None
+
+    def start(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> str | None:
+        """Open an MLflow run.
+
+        Args:
+            run_name: shown in the UI.
+            params: flat parameters.
+            tags: further text.
+
+        Returns:
+            The run id.
+
+        Raises:
+            ConfigError: the store can't be reached.
+        """
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        try:
+            self._open()
+            assert self._client is not None
+            run = self._client.create_run(
+                self._experiment_id, run_name=run_name, tags={k: v for k, v in tags.items() if v}
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"tracking.uri: the MLflow store {self.uri or self._local_uri()} can't be opened"
+                f" ({type(error).__name__}: {error}); give another tracking.uri, or tracking=none"
+            ) from error
+        self.run_id = run.info.run_id
+        self._log_params(params)
+        return self.run_id
+
+    def _local_uri(self) -> str:
+        return f"sqlite:///{self.outputs / 'mlflow.db'}"
+
+    def _open(self) -> None:
+        from filelock import FileLock
+        from mlflow import MlflowClient
+
+        location = None
+        if self.uri is None:
+            self.outputs.mkdir(parents=True, exist_ok=True)
+            location = (self.outputs / "mlartifacts").as_uri()
+            # Parallel jobs race on the schema migration of a new SQLite store and on the experiment's name.
+            with FileLock(self.outputs / ".mlflow.lock"):
+                self._client = MlflowClient(tracking_uri=self._local_uri())
+                self._experiment_id = self._experiment(location)
+        else:
+            self._client = MlflowClient(tracking_uri=self.uri)
+            self._experiment_id = self._experiment(location)
+
+    def _experiment(self, artifact_location: str | None) -> str:
+        assert self._client is not None
+        found = self._client.get_experiment_by_name(self.experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        return str(self._client.create_experiment(self.experiment, artifact_location=artifact_location))
+
+    def _log_params(self, params: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        assert self._client is not None
+        entries = [
+            Param(k, str(v)[:_MAX_PARAM_CHARACTERS]) for k, v in params.items() if not k.endswith("_target_")
+        ]
+        for start in range(0, len(entries), 100):  # MLflow takes at most 100 at once
+            self._client.log_batch(self.run_id, params=entries[start : start + 100])
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the finite metrics at an optimiser step in one request."""
+        from mlflow.entities import Metric
+
+        if self._client is None or self.run_id is None:
+            return
+        now = int(time.time() * 1000)
+        entries = [Metric(k, float(v), now, step) for k, v in metrics.items() if math.isfinite(v)]
+        if entries:
+            self._client.log_batch(self.run_id, metrics=entries)
+
+    def log_artifact(self, path: Path) -> None:
+        """Upload a file, or a folder with its content; models only with ``log_model``."""
+        if self._client is None or self.run_id is None or not path.exists():
+            return
+        if path.is_dir():
+            if path.name not in ("model", "adapter") or self.log_model:
+                self._client.log_artifacts(self.run_id, str(path), artifact_path=path.name)
+        else:
+            folder = path.parent.name if path.parent.name == "plots" else None
+            self._client.log_artifact(self.run_id, str(path), artifact_path=folder)
+
+    def log_dataset(self, name: str, context: str, digest: str, source: str, rows: int) -> None:
+        """Record a data set as an input of the run.
+
+        Args:
+            name: for example ``multihop_qa``.
+            context: ``training``, ``validation`` or ``knowledge base``.
+            digest: content hash; MLflow keeps 36 characters.
+            source: where it came from.
+            rows: how many examples or passages.
+        """
+        import json
+
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        if self._client is None or self.run_id is None:
+            return
+        dataset = Dataset(
+            name=name,
+            digest=digest[:36],
+            source_type="local",
+            source=json.dumps({"uri": source}),
+            profile=json.dumps({"rows": rows}),
+        )
+        self._client.log_inputs(
+            self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", context)])]
+        )
+
+    def log_traces(self, episodes: list[dict[str, Any]], step: int) -> None:
+        """Record one MLflow trace for each episode, with a span for each hop and one for the answer.
+
+        Args:
+            episodes: dicts as in ``samples.jsonl``.
+            step: optimiser step of the evaluation.
+        """
+        if self._client is None or self.run_id is None:
+            return
+        import mlflow
+
+        mlflow.set_tracking_uri(self.uri or self._local_uri())
+        mlflow.set_experiment(experiment_id=self._experiment_id)
+        for episode in episodes:
+            root = mlflow.start_span_no_context(
+                name="episode",
+                span_type="CHAIN",
+                inputs={"question": episode["question"]},
+                tags={"step": str(step)},
+                metadata={"mlflow.sourceRun": self.run_id},
+            )
+            for hop in episode["hops"]:
+                span = mlflow.start_span_no_context(
+                    name=f"hop {hop['hop']}",
+                    span_type="RETRIEVER",
+                    parent_span=root,
+                    inputs={"query": hop["query"]},
+                    attributes={"latency_seconds": hop["latency_seconds"]},
+                )
+                span.end(
+                    outputs=[
+                        {
+                            "page_content": d["text"],
+                            "metadata": {"doc_id": d["doc_id"], "title": d["title"], "score": d["score"]},
+                        }
+                        for d in hop["documents"]
+                    ]
+                )
+            answer = mlflow.start_span_no_context(
+                name="answer",
+                span_type="LLM",
+                parent_span=root,
+                inputs={
+                    "question": episode["question"],
+                    "documents": sum(len(h["documents"]) for h in episode["hops"]),
+                },
+            )
+            answer.end(outputs=episode["completion"])
+            root.end(outputs={"completion": episode["completion"], "rewards": episode["rewards"]})
+        mlflow.flush_trace_async_logging()
+
+    def end(self, status: str) -> None:
+        """Close the run as FINISHED, FAILED or KILLED, so that none stays RUNNING after a crash."""
+        if self._client is not None and self.run_id is not None:
+            self._client.set_terminated(self.run_id, status=_STATUS.get(status, "FAILED"))

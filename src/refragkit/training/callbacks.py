@@ -1,0 +1,157 @@
+"""Lightning callbacks: evaluation and checkpoints at fixed steps, log lines, files of metrics."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+
+from refragkit.methods.base import MethodModule
+
+if TYPE_CHECKING:
+    from refragkit.types import Batch
+
+log = logging.getLogger("refragkit")
+
+
+class Evaluation(pl.Callback):
+    """Evaluates every ``eval_every`` steps and after the last one, and keeps the best and the last checkpoint.
+
+    Args:
+        folder: the run folder; checkpoints go to ``checkpoints/``, answers to ``samples.jsonl``.
+        monitor: metric that decides what is best, lower is better.
+        on_records: called with the records of the last evaluation.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        monitor: str = "val/loss",
+        on_records: Callable[[list[dict[str, Any]], int], None] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.monitor = monitor
+        self.on_records = on_records
+        self.best = float("inf")
+        self.best_step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Best value so far and its step."""
+        return {"best": self.best, "best_step": self.best_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make the checkpoint folder."""
+        (self.folder / "checkpoints").mkdir(exist_ok=True)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Evaluate where the step asks for it."""
+        assert isinstance(pl_module, MethodModule)
+        step, n_steps = trainer.global_step, pl_module.components.n_steps
+        if step % pl_module.recipe.eval_every and step != n_steps:
+            return
+        started = time.perf_counter()
+        with trainer.precision_plugin.forward_context():
+            metrics, records = pl_module.evaluate()
+        metrics["time/evaluate_seconds"] = time.perf_counter() - started
+        pl_module._record(metrics, step)
+        log.info("step %d/%d evaluation: %s", step, n_steps, _line(metrics, _SHOWN_IN_EVALUATION))
+        append_jsonl(self.folder / "samples.jsonl", records)
+        value = metrics.get(self.monitor, float("nan"))
+        if value < self.best:
+            self.best, self.best_step = value, step
+            save_checkpoint(trainer, self.folder / "checkpoints" / "best.ckpt")
+        save_checkpoint(trainer, self.folder / "checkpoints" / "last.ckpt")
+        if step == n_steps and self.on_records is not None:
+            self.on_records(records, step)
+
+
+class StepLog(pl.Callback):
+    """One log line every ``log_every`` steps: loss, reward, tokens/s and the time left."""
+
+    def __init__(self) -> None:
+        self._started = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock."""
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        """Write the line."""
+        assert isinstance(pl_module, MethodModule)
+        step, n_steps = trainer.global_step, pl_module.components.n_steps
+        if step % pl_module.recipe.log_every and step not in (1, n_steps):
+            return
+        row = next(r for r in reversed(pl_module.history) if "train/tokens_per_second" in r)
+        left = (time.perf_counter() - self._started) / (batch_idx + 1) * (n_steps - step)
+        log.info("step %d/%d %s, %s left", step, n_steps, _line(row, _SHOWN_IN_TRAINING), _duration(left))
+
+
+_SHOWN_IN_TRAINING = {
+    "train/loss": "loss",
+    "reward/total": "reward",
+    "reward/answer": "answer",
+    "train/tokens_per_second": "tok/s",
+}
+_SHOWN_IN_EVALUATION = {
+    "val/loss": "loss",
+    "val/em": "EM",
+    "val/f1": "F1",
+    "val/support_recall": "support recall",
+    "val/reward_total": "reward",
+}
+
+
+def _line(metrics: Mapping[str, float], shown: Mapping[str, str]) -> str:
+    return ", ".join(f"{label} {metrics[key]:.4g}" for key, label in shown.items() if key in metrics)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def save_checkpoint(trainer: pl.Trainer, path: Path) -> None:
+    """Save a Lightning checkpoint under a temporary name, then rename, so that ``path`` is always whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    trainer.save_checkpoint(temporary)
+    if trainer.is_global_zero:
+        temporary.replace(path)
+
+
+def append_jsonl(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Append records, one JSON object a line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def write_metrics_csv(path: Path, history: Sequence[Mapping[str, float]]) -> None:
+    """Write one row for each step, training and evaluation metrics of a step joined; NaN-free blanks elsewhere.
+
+    Args:
+        path: the CSV file.
+        history: rows with a ``step`` each, in order.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    for entry in history:
+        rows.setdefault(int(entry["step"]), {}).update(entry)
+    columns = ["step", *sorted({key for row in rows.values() for key in row} - {"step"})]
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows({**row, "step": int(row["step"])} for row in rows.values())
+    temporary.replace(path)
