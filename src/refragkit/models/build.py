@@ -1,0 +1,318 @@
+"""From a ``conf/model`` node to a model with seeded weights."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from refragkit.errors import ConfigError
+from refragkit.models.base import SequenceModel
+from refragkit.models.config import SIZES, ModelConfig
+from refragkit.models.hybrid import HybridLM
+
+
+def build_model(
+    cfg: Mapping[str, Any], vocab_size: int | None = None, seed: int = 0, device: str = "cpu"
+) -> SequenceModel:
+    """Build the model that a configuration node describes.
+
+    Args:
+        cfg: a ``conf/model`` node (plain or OmegaConf): ``_target_`` and the arguments of that function.
+        vocab_size: the tokenizer's size; used where neither the node nor its size fixes one.
+        seed: of the initial weights, which depend on nothing else; in particular not on torch's global state.
+        device: where to put them; ``meta`` allocates nothing.
+
+    Raises:
+        ConfigError: an unknown target, argument or size, values that don't fit together, no vocabulary size at all,
+            or one that is smaller than the tokenizer's.
+    """
+    arguments = {str(key): _plain(value) for key, value in dict(cfg).items()}
+    target = str(arguments.pop("_target_", ""))
+    module_name, _, function_name = target.rpartition(".")
+    if not module_name.startswith("refragkit.models"):
+        raise ConfigError(f"model._target_ must name a function under refragkit.models, got {target!r}")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model._target_: there is no {target!r} ({error})") from error
+    fixed = arguments.get("vocab_size")
+    if fixed is None:
+        fixed = (
+            SIZES.get(function_name.replace("_", "-"), {})
+            .get(str(arguments.get("size")), {})
+            .get("vocab_size")
+        )
+    if fixed is None:
+        arguments["vocab_size"] = vocab_size
+    elif vocab_size is not None and fixed < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {fixed}, but the tokenizer has {vocab_size} entries: ids would fall outside the "
+            f"embedding. Set model.vocab_size to at least {vocab_size}, or choose the tokenizer that belongs to it."
+        )
+    try:
+        return cast(SequenceModel, function(**arguments, seed=seed, device=device))
+    except TypeError as error:
+        raise ConfigError(f"model: {target} does not take these arguments: {error}") from error
+
+
+def build_from_config(
+    config: ModelConfig, *, seed: int = 0, device: str = "cpu", gradient_checkpointing: bool = False
+) -> HybridLM:
+    """Build a stack with seeded weights from its exact shape."""
+    with torch.device("meta"):
+        model = HybridLM(config, gradient_checkpointing=gradient_checkpointing)
+    if torch.device(device).type == "meta":
+        return model
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.init_weights(seed)
+    return model
+
+
+def mamba(
+    size: str = "tiny",
+    vocab_size: int | None = None,
+    n_layers: int | None = None,
+    d_model: int | None = None,
+    d_state: int | None = None,
+    head_dim: int | None = None,
+    n_groups: int | None = None,
+    tie_embeddings: bool | None = None,
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+) -> SequenceModel:
+    """A pure Mamba-2 stack. None means "what ``size`` says".
+
+    Args:
+        size: a key of ``SIZES["mamba"]``; 130m to 2.7b are the released shapes.
+        vocab_size: rows of the embedding.
+        n_layers: blocks.
+        d_model: width of the residual stream.
+        d_state: N, the state's width per channel.
+        head_dim: P, channels per head.
+        n_groups: groups of heads that share B and C.
+        tie_embeddings: the head is the embedding.
+        gradient_checkpointing: recompute each block in the backward pass instead of keeping its activations.
+        seed: of the initial weights.
+        device: where to put them.
+    """
+    return _build(
+        "mamba",
+        size,
+        seed,
+        device,
+        gradient_checkpointing,
+        block_pattern=None if n_layers is None else "M" * n_layers,
+        vocab_size=vocab_size,
+        d_model=d_model,
+        d_state=d_state,
+        ssm_head_dim=head_dim,
+        n_groups=n_groups,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+def hybrid(
+    size: str = "tiny",
+    vocab_size: int | None = None,
+    block_pattern: str | None = None,
+    d_model: int | None = None,
+    n_heads: int | None = None,
+    n_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    d_ff: int | None = None,
+    d_state: int | None = None,
+    ssm_head_dim: int | None = None,
+    n_groups: int | None = None,
+    wkv_head_dim: int | None = None,
+    rope_theta: float | None = None,
+    tie_embeddings: bool | None = None,
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+) -> SequenceModel:
+    """Attention and Mamba-2 blocks (or any pattern of T, M and R), each with a SwiGLU. None means "what ``size`` says".
+
+    Args:
+        size: a key of ``SIZES["hybrid"]``.
+        vocab_size: rows of the embedding.
+        block_pattern: one letter per block.
+        d_model: width of the residual stream.
+        n_heads: query heads of T blocks.
+        n_kv_heads: key/value heads of T blocks.
+        head_dim: width of a T head.
+        d_ff: inner width of the SwiGLU.
+        d_state: N of M blocks.
+        ssm_head_dim: P of M blocks.
+        n_groups: groups of M heads that share B and C.
+        wkv_head_dim: N of R blocks.
+        rope_theta: base of the rotary frequencies.
+        tie_embeddings: the head is the embedding.
+        gradient_checkpointing: recompute each block in the backward pass instead of keeping its activations.
+        seed: of the initial weights.
+        device: where to put them.
+    """
+    return _build(
+        "hybrid",
+        size,
+        seed,
+        device,
+        gradient_checkpointing,
+        vocab_size=vocab_size,
+        block_pattern=block_pattern,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        d_ff=d_ff,
+        d_state=d_state,
+        ssm_head_dim=ssm_head_dim,
+        n_groups=n_groups,
+        wkv_head_dim=wkv_head_dim,
+        rope_theta=rope_theta,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+def rwkv_qwen(
+    size: str = "tiny",
+    vocab_size: int | None = None,
+    block_pattern: str | None = None,
+    d_model: int | None = None,
+    n_heads: int | None = None,
+    n_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    d_ff: int | None = None,
+    wkv_head_dim: int | None = None,
+    wkv_gate: str | None = None,
+    wkv_group_norm: bool | None = None,
+    rope_theta: float | None = None,
+    tie_embeddings: bool | None = None,
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+) -> SequenceModel:
+    """RWKV-7 time mixes and Qwen2.5 attention, ``RRRT`` repeated, with Qwen's norms and MLP.
+
+    None means "what ``size`` says".
+
+    Args:
+        size: a key of ``SIZES["rwkv-qwen"]``; 1.5b has the dimensions and vocabulary of Qwen2.5-1.5B.
+        vocab_size: rows of the embedding.
+        block_pattern: one letter per block.
+        d_model: width of the residual stream.
+        n_heads: query heads of T blocks.
+        n_kv_heads: key/value heads of T blocks.
+        head_dim: width of a T head.
+        d_ff: inner width of the SwiGLU.
+        wkv_head_dim: N of R blocks.
+        wkv_gate: output gate of R blocks: sigmoid, one_plus or none.
+        wkv_group_norm: normalise R heads before the output projection.
+        rope_theta: base of the rotary frequencies.
+        tie_embeddings: the head is the embedding.
+        gradient_checkpointing: recompute each block in the backward pass instead of keeping its activations.
+        seed: of the initial weights.
+        device: where to put them.
+    """
+    return _build(
+        "rwkv-qwen",
+        size,
+        seed,
+        device,
+        gradient_checkpointing,
+        vocab_size=vocab_size,
+        block_pattern=block_pattern,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        d_ff=d_ff,
+        wkv_head_dim=wkv_head_dim,
+        wkv_gate=wkv_gate,
+        wkv_group_norm=wkv_group_norm,
+        rope_theta=rope_theta,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+def transformer(
+    size: str = "tiny",
+    vocab_size: int | None = None,
+    n_layers: int | None = None,
+    d_model: int | None = None,
+    n_heads: int | None = None,
+    n_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    d_ff: int | None = None,
+    qkv_bias: bool | None = None,
+    rope_theta: float | None = None,
+    tie_embeddings: bool | None = None,
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+) -> SequenceModel:
+    """Attention only, the control. None means "what ``size`` says".
+
+    Args:
+        size: a key of ``SIZES["transformer"]``; 1.5b has the dimensions and vocabulary of Qwen2.5-1.5B.
+        vocab_size: rows of the embedding.
+        n_layers: blocks.
+        d_model: width of the residual stream.
+        n_heads: query heads.
+        n_kv_heads: key/value heads.
+        head_dim: width of a head.
+        d_ff: inner width of the SwiGLU.
+        qkv_bias: biases on q_proj, k_proj and v_proj.
+        rope_theta: base of the rotary frequencies.
+        tie_embeddings: the head is the embedding.
+        gradient_checkpointing: recompute each block in the backward pass instead of keeping its activations.
+        seed: of the initial weights.
+        device: where to put them.
+    """
+    return _build(
+        "transformer",
+        size,
+        seed,
+        device,
+        gradient_checkpointing,
+        block_pattern=None if n_layers is None else "T" * n_layers,
+        vocab_size=vocab_size,
+        d_model=d_model,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        d_ff=d_ff,
+        qkv_bias=qkv_bias,
+        rope_theta=rope_theta,
+        tie_embeddings=tie_embeddings,
+    )
+
+
+def _build(
+    family: str, size: str, seed: int, device: str, gradient_checkpointing: bool, **overrides: Any
+) -> SequenceModel:
+    sizes = SIZES[family]
+    if size not in sizes:
+        raise ConfigError(f"model.size={size} is not a size of {family}; sizes are {', '.join(sizes)}")
+    values = {**sizes[size], **{key: value for key, value in overrides.items() if value is not None}}
+    if values.get("vocab_size") is None:
+        raise ConfigError(
+            f"model.vocab_size is null and size {size} of {family} fixes none: it comes from the tokenizer; "
+            "give build_model a vocab_size, or set model.vocab_size"
+        )
+    return build_from_config(
+        ModelConfig(**values), seed=seed, device=device, gradient_checkpointing=gradient_checkpointing
+    )
+
+
+def _plain(value: Any) -> Any:
+    """OmegaConf containers as plain ones."""
+    if isinstance(value, str) or not hasattr(value, "_content"):
+        return value
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=True)

@@ -1,0 +1,123 @@
+"""Causal self-attention with grouped keys and values and rotary positions.
+
+Glossary: ``n_heads`` query heads, ``n_kv_heads`` key/value heads, ``head_dim`` their width, ``S`` keys in view.
+
+Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023 (arXiv 2305.13245).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from refragkit.models.config import ModelConfig
+from refragkit.models.layers.init import small_init
+from refragkit.models.layers.rope import rotate
+from refragkit.models.layout import TokenLayout
+from refragkit.models.state import KVCache
+
+
+class Attention(nn.Module):
+    """A T block's mixer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.n_kv_heads = config.n_kv_heads
+        self.head_dim = config.head_dim
+        self.residual_branches = config.n_layers * (1 if config.mlp == "none" else 2)
+        width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.d_model, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, config.d_model, bias=config.o_bias)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Small init, the output scaled down with depth."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            small_init(projection, generator)
+        small_init(self.o_proj, generator, self.residual_branches)
+
+    def forward(
+        self,
+        x: Tensor,
+        layout: TokenLayout,
+        rotary: tuple[Tensor, Tensor],
+        state: KVCache | None,
+        return_state: bool,
+    ) -> tuple[Tensor, KVCache | None]:
+        """Attend within each row (or packed document).
+
+        Args:
+            x: ``[B, T, d_model]``, real tokens first.
+            layout: where they are.
+            rotary: tables for ``layout.positions``.
+            state: keys and values of earlier calls.
+            return_state: whether to build the new cache.
+
+        Returns:
+            ``[B, T, d_model]`` and the cache.
+        """
+        batch, T, _ = x.shape
+        q = self.q_proj(x).view(batch, T, self.n_heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(batch, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(batch, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        mask = None
+        causal = T > 1
+        if state is not None:
+            k, v = _append(state.keys, k, layout), _append(state.values, v, layout)
+            causal = False
+            if T > 1 or layout.uniform_past is None:
+                columns = torch.arange(k.shape[2], device=x.device)
+                mask = (columns <= layout.positions[..., None])[:, None]  # [1 or B, 1, T, S]
+        elif layout.document_ids is not None:
+            same = layout.document_ids[:, :, None] == layout.document_ids[:, None, :]
+            mask = same.tril()[:, None]
+            causal = False
+        y = self._attend(q, k, v, mask, causal)
+        cache = self._cache(k, v, layout) if return_state else None
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, T, -1))
+        return out, cache
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        batch, _, T, _ = q.shape
+        groups = self.n_heads // self.n_kv_heads
+        if groups > 1 and T == 1:
+            # The heads of a group see the same keys: let them be the queries of one head, and copy nothing
+            grouped = q.view(batch, self.n_kv_heads, groups, self.head_dim)
+            return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).view_as(q)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+
+    @staticmethod
+    def _cache(k: Tensor, v: Tensor, layout: TokenLayout) -> KVCache:
+        if layout.document_ids is not None:  # a packed row goes on with its last document
+            lengths = layout.document_lengths
+            width = max(1, int(lengths.max()))
+            offsets = torch.arange(width, device=k.device)
+            index = (layout.lengths - lengths)[:, None] + offsets
+            index = index.clamp(max=k.shape[2] - 1)[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
+            k, v = k.gather(2, index), v.gather(2, index)
+            empty = (offsets >= lengths[:, None])[:, None, :, None]
+        else:
+            lengths = layout.total_lengths
+            if layout.valid is None and (layout.past_lengths is None or layout.uniform_past is not None):
+                return KVCache(k, v, lengths)
+            empty = (torch.arange(k.shape[2], device=k.device) >= lengths[:, None])[:, None, :, None]
+        return KVCache(k.masked_fill(empty, 0), v.masked_fill(empty, 0), lengths).trimmed()
+
+
+def _append(old: Tensor, new: Tensor, layout: TokenLayout) -> Tensor:
+    """Put each row's new entries right behind its old ones: ``[B, heads, S, head_dim]``.
+
+    Entries of a row beyond its tokens are never in view: the mask ends at each query's own position.
+    """
+    new = new.to(old.dtype) if new.dtype != old.dtype else new
+    if layout.uniform_past is not None:
+        return torch.cat([old[:, :, : layout.uniform_past], new], dim=2)
+    extended = torch.cat([old, torch.zeros_like(new)], dim=2)
+    index = layout.positions[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+    return extended.scatter(2, index, new)

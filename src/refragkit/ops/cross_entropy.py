@@ -1,0 +1,103 @@
+"""Cross-entropy straight from hidden states: the logits of all tokens are never held at once.
+
+Source: the idea of Wijmans et al. 2024, "Cut your losses" (arXiv 2411.09009), with plain matrix products.
+Differs: rows whose target is ignored are left out before any product, and a batch whose logits fit in one block
+keeps them for the backward pass instead of computing them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+# Float32 logits held at once, in elements: 64 MiB, small beside any vocabulary's weight yet enough rows to
+# keep the product compute-bound.
+_BLOCK_ELEMENTS = 16 * 2**20
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    """``F.cross_entropy(hidden @ weight.T, targets, reduction="none")`` in bounded memory.
+
+    Args:
+        hidden: ``[tokens, d]``.
+        weight: ``[vocab, d]``.
+        targets: int64 ``[tokens]``; -100 gives a loss of exactly 0 and no gradient.
+        chunk_tokens: the most tokens whose logits exist at once; fewer for large vocabularies.
+
+    Returns:
+        Losses ``[tokens]`` in float32 (float64 for float64 inputs), in nats; differentiable in hidden and weight.
+
+    Raises:
+        ValueError: shapes that don't fit, or a target outside the vocabulary.
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"linear_cross_entropy needs hidden [tokens, d] and weight [vocab, d], got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets must have shape {tuple(hidden.shape[:1])}, got {tuple(targets.shape)}")
+    rows = (targets != IGNORED).nonzero().squeeze(1)
+    kept = targets[rows]
+    if kept.numel():
+        low, high = (int(value) for value in kept.aminmax())
+        if low < 0 or high >= weight.shape[0]:
+            raise ValueError(
+                f"targets must be -100 or in [0, {weight.shape[0]}), got values between {low} and {high}"
+            )
+    if torch.is_autocast_enabled(hidden.device.type):
+        low_precision = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(low_precision), weight.to(low_precision)
+    block = max(1, min(chunk_tokens, _BLOCK_ELEMENTS // weight.shape[0]))
+    losses: Tensor = _Loss.apply(hidden[rows], weight, kept, block)
+    return losses.new_zeros(targets.shape).index_copy(0, rows, losses)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, block: int) -> Tensor:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
+        normalisers = torch.empty_like(losses)
+        logits = None
+        for start in range(0, len(targets), block):
+            end = start + block
+            logits = (hidden[start:end] @ weight.T).to(dtype)
+            normalisers[start:end] = logits.logsumexp(-1)
+            picked = logits.gather(1, targets[start:end, None]).squeeze(1)
+            losses[start:end] = normalisers[start:end] - picked
+        ctx.block = block
+        keep = logits is not None and len(targets) <= block and (hidden.requires_grad or weight.requires_grad)
+        ctx.save_for_backward(hidden, weight, targets, normalisers, logits if keep else None)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, targets, normalisers, kept_logits = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Summed over blocks in float32: a bf16 sum would lose the small blocks
+        grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype) if wants_weight else None
+        for start in range(0, len(targets), ctx.block):
+            end = start + ctx.block
+            logits = kept_logits
+            if logits is None:
+                logits = (hidden[start:end] @ weight.T).to(normalisers.dtype)
+            probabilities = (logits - normalisers[start:end, None]).exp_()
+            probabilities.scatter_add_(
+                1, targets[start:end, None], probabilities.new_full((len(probabilities), 1), -1.0)
+            )
+            grad_logits = probabilities.mul_(grad[start:end, None]).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[start:end] = grad_logits @ weight
+            if grad_weight is not None:
+                if grad_weight.dtype == grad_logits.dtype:
+                    grad_weight.addmm_(grad_logits.T, hidden[start:end])
+                else:
+                    grad_weight += grad_logits.T @ hidden[start:end]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
