@@ -1,0 +1,296 @@
+r"""A conversation as token ids with a loss mask, and its prompt as an exact prefix of it.
+
+With special tokens (order ``question_first``, the only one so far)::
+
+    <|system|> text <|end|>  <|user|> question <|end|>
+    <|retrieval|> [<|search|> query] <|doc|> title \n text  <|doc|> ...  <|end|>   one per hop
+    <|assistant|> answer <|end|>
+
+without anything in between. A hop's query is shown only where it isn't the question itself. What is
+trained on is the text of assistant turns and the ``<|end|>`` that closes them: the mask is set as the ids
+are put together, never found again in decoded text. A pretrained tokenizer with a chat template keeps it
+(`refragkit.data.chat_template`).
+
+What doesn't fit is taken from the documents, the least relevant first, never from a question or an answer.
+Relevance is the rank within a hop (scores of different queries don't compare); of the same rank, the later
+hop gives way first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from refragkit.data import chat_template
+from refragkit.data.pieces import Piece, document_text, is_follow_up, retrieval_hop_indices
+from refragkit.data.tokenizer import Tokenizer
+from refragkit.errors import DataError
+from refragkit.types import Conversation, Hop, Message
+
+ORDERS: tuple[str, ...] = ("question_first",)
+
+MIN_DOCUMENT_TOKENS = 8
+"""A document cut to fewer tokens is left out: half a title tells nothing."""
+
+Dropped = Literal["", "too_long", "no_supervised_token"]
+
+
+class PromptTooLongError(DataError):
+    """A question that leaves no room for its answer, even without documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Token ids and what became of the conversation on the way.
+
+    Attributes:
+        input_ids: T ids; empty if the example was dropped.
+        loss_mask: T flags; True where the token is to be learnt (as a target, at its own position).
+        truncated_documents: documents that lost their end.
+        left_out_documents: documents that were left out whole.
+        dropped: why the example can't be used, else "".
+    """
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    truncated_documents: int = 0
+    left_out_documents: int = 0
+    dropped: Dropped = ""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def supervised_tokens(self) -> int:
+        """How many tokens are learnt."""
+        return sum(self.loss_mask)
+
+
+def conversation_from_hops(
+    question: str,
+    hops: Sequence[Hop] = (),
+    answer: str | None = None,
+    *,
+    system: str = "",
+    order: str = "question_first",
+    conversation_id: str = "",
+) -> Conversation:
+    """The conversation of one question: question, one retrieval turn per hop with new documents, answer.
+
+    Args:
+        question: the user turn.
+        hops: what was retrieved; a hop shows the documents that no earlier one did.
+        answer: the last assistant turn; None leaves it to the model.
+        system: text of a system turn, none if empty.
+        order: one of `ORDERS`.
+        conversation_id: id of the conversation.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order: expected one of {ORDERS}, got {order!r}")
+    messages = [Message("system", system)] if system else []
+    messages.append(Message("user", question))
+    messages += [
+        Message("retrieval", hop=hop.hop, query=hop.query, documents=hop.new_documents)
+        for hop in hops
+        if hop.new_documents
+    ]
+    if answer is not None:
+        messages.append(Message("assistant", answer))
+    return Conversation(conversation_id, tuple(messages))
+
+
+def render(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    *,
+    reserve_tokens: int = 0,
+    max_document_tokens: int | None = None,
+) -> Rendered:
+    """The whole conversation, at most ``max_tokens`` long.
+
+    Args:
+        conversation: turns in order.
+        tokenizer: decides between special tokens and a chat template.
+        max_tokens: upper bound of the length.
+        reserve_tokens: room to keep for the last assistant turn even if it is shorter. With the value
+            given to `render_prompt` (at least the length of the answer and its end token), the
+            prompt is a token-exact prefix of this render, truncation included. Without truncation it
+            always is.
+        max_document_tokens: upper bound for each document.
+
+    Returns:
+        A `Rendered`; with ``dropped`` set and no tokens if everything but the documents is already too
+        long, or if there is nothing to learn.
+    """
+    pieces = _pieces(conversation.messages, tokenizer)
+    rendered = _fit(pieces, max_tokens, reserve_tokens, max_document_tokens)
+    if not rendered.dropped and not any(rendered.loss_mask):
+        return Rendered([], [], dropped="no_supervised_token")
+    return rendered
+
+
+def prepare_prompt(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    reserve_tokens: int,
+    *,
+    max_document_tokens: int | None = None,
+) -> Rendered:
+    """What `render_prompt` gives, with the counts; ``dropped="too_long"`` instead of an error."""
+    messages = conversation.messages
+    if messages and messages[-1].role == "assistant":
+        messages = messages[:-1]
+    pieces = _prompt_pieces(messages, tokenizer)
+    rendered = _fit(pieces, max_tokens, reserve_tokens, max_document_tokens)
+    return replace(rendered, loss_mask=[False] * len(rendered.input_ids))
+
+
+def render_prompt(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    reserve_tokens: int,
+    *,
+    max_document_tokens: int | None = None,
+) -> list[int]:
+    """The conversation up to where the model answers; ends with the header of an assistant turn.
+
+    Args:
+        conversation: turns in order; an assistant turn at the end is left out.
+        tokenizer: as for `render`.
+        max_tokens: upper bound for prompt and answer together.
+        reserve_tokens: room kept for the answer.
+        max_document_tokens: upper bound for each document.
+
+    Raises:
+        PromptTooLongError: question and reserve alone don't fit.
+    """
+    rendered = prepare_prompt(
+        conversation, tokenizer, max_tokens, reserve_tokens, max_document_tokens=max_document_tokens
+    )
+    if rendered.dropped:
+        raise PromptTooLongError(
+            f"conversation {conversation.id!r}: the question and {reserve_tokens} tokens for the answer don't fit "
+            f"into {max_tokens} tokens, even without documents; allow more tokens or a shorter answer"
+        )
+    return rendered.input_ids
+
+
+def render_all(
+    conversations: Iterable[Conversation],
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    *,
+    reserve_tokens: int = 0,
+    max_document_tokens: int | None = None,
+) -> tuple[list[Rendered], dict[str, int]]:
+    """`render` of each conversation, dropped ones left out, and what was cut.
+
+    Returns:
+        The examples in order, and the counts ``examples``, ``dropped_too_long``,
+        ``dropped_no_supervised_token``, ``truncated_documents``, ``left_out_documents``.
+    """
+    rendered = [
+        render(
+            c, tokenizer, max_tokens, reserve_tokens=reserve_tokens, max_document_tokens=max_document_tokens
+        )
+        for c in conversations
+    ]
+    return [r for r in rendered if not r.dropped], render_counts(rendered)
+
+
+def render_counts(rendered: Iterable[Rendered]) -> dict[str, int]:
+    """How many examples there are, and what was cut or dropped."""
+    counts = Counter(
+        examples=0,
+        dropped_too_long=0,
+        dropped_no_supervised_token=0,
+        truncated_documents=0,
+        left_out_documents=0,
+    )
+    for r in rendered:
+        counts[f"dropped_{r.dropped}" if r.dropped else "examples"] += 1
+        counts["truncated_documents"] += r.truncated_documents
+        counts["left_out_documents"] += r.left_out_documents
+    return dict(counts)
+
+
+def _pieces(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
+    if tokenizer.chat_template:
+        return chat_template.pieces(messages, tokenizer)
+    return _special_pieces(messages, tokenizer)
+
+
+def _prompt_pieces(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
+    if tokenizer.chat_template:
+        return chat_template.prompt_pieces(messages, tokenizer)
+    return [*_special_pieces(messages, tokenizer), Piece([tokenizer.special_ids["<|assistant|>"]])]
+
+
+def _special_pieces(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
+    """Pieces of the rendering with special tokens."""
+    special = tokenizer.special_ids
+    end = special["<|end|>"]
+    pieces = [] if tokenizer.bos_id is None else [Piece([tokenizer.bos_id])]
+    question = ""
+    hop_indices = retrieval_hop_indices(messages)
+    for i, message in enumerate(messages):
+        if message.role == "retrieval":
+            pieces.append(Piece([special["<|retrieval|>"]]))
+            if is_follow_up(message, question):
+                pieces.append(Piece([special["<|search|>"], *tokenizer.encode(message.query)]))
+            texts = tokenizer.encode_batch([document_text(hit.document) for hit in message.documents])
+            pieces += [
+                Piece([special["<|doc|>"], *ids], rank=(n, hop_indices[i])) for n, ids in enumerate(texts)
+            ]
+            pieces.append(Piece([end]))
+            continue
+        if message.role == "user":
+            question = message.content
+        supervised = message.role == "assistant"
+        final = supervised and i == len(messages) - 1
+        pieces.append(Piece([special[f"<|{message.role}|>"]]))
+        pieces.append(Piece([*tokenizer.encode(message.content), end], supervised=supervised, final=final))
+    return pieces
+
+
+def _fit(
+    pieces: Sequence[Piece], max_tokens: int, reserve_tokens: int, max_document_tokens: int | None
+) -> Rendered:
+    """Shorten documents until everything and the reserve fit."""
+    truncated: set[int] = set()
+    left_out: set[int] = set()
+    ids = [piece.ids for piece in pieces]
+    documents = [i for i, piece in enumerate(pieces) if piece.rank is not None]
+    if max_document_tokens is not None:
+        for i in documents:
+            if len(ids[i]) > max_document_tokens:
+                ids[i] = ids[i][:max_document_tokens]
+                truncated.add(i)
+
+    answer_tokens = sum(len(piece.ids) for piece in pieces if piece.final)
+    spare_tokens = max(reserve_tokens - answer_tokens, 0)
+    excess = sum(map(len, ids)) + spare_tokens - max_tokens
+    for i in sorted(documents, key=lambda i: pieces[i].rank or (0, 0), reverse=True):
+        if excess <= 0:
+            break
+        keep = len(ids[i]) - excess
+        if keep < MIN_DOCUMENT_TOKENS:
+            keep = 0
+            left_out.add(i)
+        else:
+            truncated.add(i)
+        excess -= len(ids[i]) - keep
+        ids[i] = ids[i][:keep]
+    if excess > 0:
+        return Rendered([], [], dropped="too_long")
+    return Rendered(
+        input_ids=[t for part in ids for t in part],
+        loss_mask=[piece.supervised for piece, part in zip(pieces, ids, strict=True) for _ in part],
+        truncated_documents=len(truncated - left_out),
+        left_out_documents=len(left_out),
+    )
