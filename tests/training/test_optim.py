@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from refragkit.adapters.lora import LoRA
 from refragkit.errors import ConfigError, RefragError
+from refragkit.models.build import hybrid
 from refragkit.training.optim import (
     SCHEDULES,
     LearningRates,
@@ -63,6 +65,27 @@ def test_tied_head_is_one_embedding() -> None:
     kinds = parameter_kinds(Toy(tied=True))
     assert "head.weight" not in kinds
     assert kinds["embed.weight"] == "embedding"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_kinds_in_the_real_stack(tied: bool) -> None:
+    model = hybrid(size="tiny", vocab_size=32, block_pattern="TMR", wkv_head_dim=32, tie_embeddings=tied)
+    kinds = parameter_kinds(model)
+    assert set(kinds) == {name for name, _ in model.named_parameters()}
+    assert {name for name, kind in kinds.items() if kind == "embedding"} == {"embed_tokens.weight"}
+    assert {name for name, kind in kinds.items() if kind == "unembedding"} == (
+        set() if tied else {"lm_head.weight"}
+    )
+    matrices = {name for name, kind in kinds.items() if kind == "matrix"}
+    linear = {
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and path != "lm_head"
+    }
+    assert matrices == linear
+
+    LoRA(rank=2).apply(model)
+    assert set(parameter_kinds(model).values()) == {"matrix"}
 
 
 def test_groups_carry_their_rates_and_decay() -> None:
