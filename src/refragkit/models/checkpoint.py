@@ -74,6 +74,7 @@ def load_model(
     Raises:
         CheckpointError: no such folder, a broken file, an unknown format, or keys or shapes that don't fit.
     """
+    wanted_dtype = _dtype(dtype)
     folder = Path(path)
     config_file = folder / _CONFIG
     if not config_file.is_file():
@@ -84,7 +85,7 @@ def load_model(
         raise CheckpointError(f"{config_file} is not JSON: {error}") from error
     if quantize is not None:
         raise CheckpointError(f"quantize={quantize!r} is not available; leave it null")
-    return _load_own(folder, values, _dtype(dtype), device)
+    return _load_own(folder, values, wanted_dtype, device)
 
 
 def _load_own(folder: Path, values: dict[str, Any], dtype: torch.dtype | None, device: str) -> HybridLM:
@@ -108,7 +109,9 @@ def _load_own(folder: Path, values: dict[str, Any], dtype: torch.dtype | None, d
         with safe_open(weights, framework="pt", device=device) as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 tensor = file.get_tensor(name)
-                tensors[name] = tensor if dtype is None else tensor.to(dtype)
+                # A copy of its own: it doesn't hang on the mapped file, and its alignment (which decides the
+                # order of summation in matrix products) is that of a tensor that was never on disk
+                tensors[name] = tensor.to(tensor.dtype if dtype is None else dtype, copy=True)
     except SafetensorError as error:
         raise CheckpointError(f"{weights} is broken: {error}") from error
     return assemble(config, tensors, source=str(weights))

@@ -167,10 +167,11 @@ class ModelConfig:
 
     def _positive(self, *names: str) -> None:
         for name in names:
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
                 raise ConfigError(
-                    f"model.{name} must be at least 1 for block_pattern {self.block_pattern!r}, "
-                    f"got {getattr(self, name)}"
+                    f"model.{name} must be an integer of at least 1 for block_pattern {self.block_pattern!r}, "
+                    f"got {value!r}"
                 )
 
     def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
@@ -220,13 +221,14 @@ _WKV: dict[str, dict[str, Any]] = {
     "130m": {},
     "1.5b": {},
 }
-_MIXED = {  # attention early, interleaved in the middle, recurrent late
+_MIXED: dict[str, dict[str, Any]] = {  # attention early, interleaved in the middle, recurrent late
     "tiny": {"block_pattern": "TMTMMM", "d_state": 32, "ssm_head_dim": 32},
     "small": {"block_pattern": "TTMTMMTMMMMM", "d_state": 64},
     "130m": {"block_pattern": "TTMTMMTMMMMM"},
     "1.5b": {"block_pattern": "TTTMTMMTMMTMMTMMMMMMMMMM"},
 }
 _QWEN_LAYERS = {"tiny": 8, "small": 12, "130m": 12, "1.5b": 28}
+_TRANSFORMER_LAYERS = {"tiny": 6, "small": 12, "130m": 16, "1.5b": 28}
 
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "mamba": {name: {"mlp": "none", **size} for name, size in _MAMBA.items()},
@@ -243,7 +245,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         for name, layers in _QWEN_LAYERS.items()
     },
     "transformer": {
-        name: {**_ATTENTION[name], "block_pattern": "T" * {"tiny": 6}.get(name, layers)}
-        for name, layers in _QWEN_LAYERS.items()
+        name: {**_ATTENTION[name], "block_pattern": "T" * layers}
+        for name, layers in _TRANSFORMER_LAYERS.items()
     },
 }

@@ -7,7 +7,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from refragkit.models.base import ModelOutput, SequenceModel
@@ -273,7 +272,7 @@ class HybridLM(SequenceModel):
         counts["embedding"] = count(self.embed_tokens)
         counts["norm"] = count(self.norm) + count(self.embedding_norm)
         counts["head"] = 0 if self.config.tie_embeddings else count(self.lm_head)
-        for block in self.blocks:
+        for block in cast(list[Block], self.blocks):
             counts[block.kind] += count(block.mixer)
             counts["mlp"] += count(block.mlp)
             counts["norm"] += count(block.mixer_norm) + count(block.mlp_norm)

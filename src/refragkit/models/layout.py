@@ -82,7 +82,7 @@ class TokenLayout:
         source = rank = caller_valid = None
         columns = T
         lengths = torch.full((batch,), T, dtype=torch.int64, device=device)
-        if valid is not None and not device.type == "meta":
+        if valid is not None and device.type != "meta":
             lengths = valid.sum(1)
             caller_valid = valid
             columns = max(1, int(lengths.max())) if batch else T
@@ -186,8 +186,11 @@ class TokenLayout:
         return tail.to(torch.promote_types(extended.dtype, torch.float32), copy=True)
 
     def same_document(self, distance: int) -> Tensor | None:
-        """Where the token ``distance`` columns earlier is of the same document: bool ``[B, T, 1]``, or None if
-        that needs no check."""
+        """Where the token ``distance`` columns earlier belongs to the same document.
+
+        Returns:
+            bool ``[B, T, 1]``, or None if that needs no check.
+        """
         if self.document_ids is None:
             return None
         return (self.positions >= distance)[..., None]

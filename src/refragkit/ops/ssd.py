@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 CHUNK_TOKENS = 64
 
@@ -151,8 +151,8 @@ def _chunked(
     n = -(-T // Q)
     if n * Q != T:  # tokens with dt = 0 change nothing
         extra = n * Q - T
-        x, B, C = (F.pad(t, (0, 0, 0, 0, 0, extra)) for t in (x, B, C))
-        dt = F.pad(dt, (0, 0, 0, extra))
+        x, B, C = (functional.pad(t, (0, 0, 0, 0, 0, extra)) for t in (x, B, C))
+        dt = functional.pad(dt, (0, 0, 0, extra))
         if segment_ids is not None:
             segment_ids = torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, extra)], dim=1)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 
 CHUNK_TOKENS = 32
 # exp() of half a chunk's decay must stay far inside float32 (and its products too): e^30 ~ 1e13.
@@ -168,7 +168,9 @@ def _chunked(
     n = -(-T // Q)
     extra = n * Q - T
     if extra:  # tokens of zeros change nothing
-        r, log_decay, k, v, a, b = (F.pad(t, (0, 0, 0, 0, 0, extra)) for t in (r, log_decay, k, v, a, b))
+        r, log_decay, k, v, a, b = (
+            functional.pad(t, (0, 0, 0, 0, 0, extra)) for t in (r, log_decay, k, v, a, b)
+        )
         if segment_ids is not None:
             segment_ids = torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, extra)], dim=1)
     r, log_decay, k, v, a, b = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init
@@ -87,10 +87,10 @@ class Attention(nn.Module):
         if groups > 1 and T == 1:
             # The heads of a group see the same keys: let them be the queries of one head, and copy nothing
             grouped = q.view(batch, self.n_kv_heads, groups, self.head_dim)
-            return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).view_as(q)
+            return functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).view_as(q)
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 
     @staticmethod
     def _cache(k: Tensor, v: Tensor, layout: TokenLayout) -> KVCache:

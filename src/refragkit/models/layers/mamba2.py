@@ -13,7 +13,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init, uniform_
@@ -85,13 +85,13 @@ class Mamba2(nn.Module):
             ``[B, T, d_model]``, and the new state if asked for.
         """
         batch, T, _ = x.shape
-        z, xbc, dt = self.in_proj(x).split([self.d_inner, self.conv_channels, self.n_heads], dim=-1)
+        z, xbc, dt = torch.split(self.in_proj(x), [self.d_inner, self.conv_channels, self.n_heads], dim=-1)
         extended = layout.with_history(xbc, None if state is None else state.conv_state, self.d_conv - 1)
-        xbc = F.silu(self._convolve(extended, layout))
+        xbc = functional.silu(self._convolve(extended, layout))
         maps = self.n_groups * self.d_state
-        inputs, B, C = xbc.split([self.d_inner, maps, maps], dim=-1)
+        inputs, B, C = torch.split(xbc, [self.d_inner, maps, maps], dim=-1)
         precise = torch.promote_types(dt.dtype, torch.float32)
-        dt = F.softplus(dt.to(precise) + self.dt_bias.to(precise))
+        dt = functional.softplus(dt.to(precise) + self.dt_bias.to(precise))
         if self.dt_limit is not None:
             dt = dt.clamp(*self.dt_limit)
         if layout.valid is not None:

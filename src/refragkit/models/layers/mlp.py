@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init, uniform_
@@ -32,7 +32,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., d_model]`` to the same shape."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
@@ -73,5 +73,5 @@ class ChannelMix(nn.Module):
         if same is not None:
             previous = previous * same
         mixed = torch.addcmul(x, previous - x, self.x_k)
-        out = self.value(F.relu(self.key(mixed)).square())
+        out = self.value(functional.relu(self.key(mixed)).square())
         return out, layout.history(extended, 1)[:, 0] if return_state else None

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 class RMSNorm(nn.Module):
@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., width]``."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return self.weight * F.rms_norm(x.to(dtype), self.weight.shape, eps=self.eps).to(x.dtype)
+        return self.weight * functional.rms_norm(x.to(dtype), self.weight.shape, eps=self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -49,10 +49,10 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """Gate and normalise ``[..., width]``."""
         dtype = torch.promote_types(z.dtype, torch.float32)
-        gated = x.to(dtype) * F.silu(z.to(dtype))
+        gated = x.to(dtype) * functional.silu(z.to(dtype))
         width = gated.shape[-1] // self.groups
         grouped = gated.view(*gated.shape[:-1], self.groups, width)
-        return self.weight * F.rms_norm(grouped, (width,), eps=self.eps).view_as(gated).to(z.dtype)
+        return self.weight * functional.rms_norm(grouped, (width,), eps=self.eps).view_as(gated).to(z.dtype)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init, uniform_
@@ -77,8 +77,11 @@ class RWKV7TimeMix(nn.Module):
         self.depth = index / max(1, config.n_layers - 1)
         self.depth_left = 1 - index / config.n_layers
         self.layer_scale = (1 + index) / config.n_layers
-        for name in "rwkva":
-            self.register_parameter(f"x_{name}", nn.Parameter(torch.empty(width)))
+        self.x_r = nn.Parameter(torch.empty(width))
+        self.x_w = nn.Parameter(torch.empty(width))
+        self.x_k = nn.Parameter(torch.empty(width))
+        self.x_v = nn.Parameter(torch.empty(width))
+        self.x_a = nn.Parameter(torch.empty(width))
         self.k_k = nn.Parameter(torch.empty(width))
         self.k_a = nn.Parameter(torch.empty(width))
         self.r_k = nn.Parameter(torch.empty(self.n_heads, self.head_dim))
@@ -173,7 +176,7 @@ class RWKV7TimeMix(nn.Module):
             v_first = v
         else:
             v = v + (v_first - v) * torch.sigmoid(self.value_residual(x_v))
-        kk = F.normalize((k * self.k_k).view(shape).to(precise), dim=-1)
+        kk = functional.normalize((k * self.k_k).view(shape).to(precise), dim=-1)
         k = k * (1 + (iclr - 1) * self.k_a)
         removal, replacement = -kk, kk * iclr.view(shape)
         k_heads, v_heads, r_heads, log_decay = (

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from refragkit.ops.ssd import ssd, ssd_reference
+
+
+def inputs(T: int, dtype: torch.dtype, *, with_state: bool, G: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(T)
+    batch, H, P, N = 2, 4, 5, 6
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    tensors = [
+        normal(batch, T, H, P),
+        functional.softplus(normal(batch, T, H)),
+        -normal(H).exp(),
+        normal(batch, T, G, N),
+        normal(batch, T, G, N),
+    ]
+    if with_state:
+        tensors.append(normal(batch, H, P, N))
+    return [tensor.to(dtype).requires_grad_() for tensor in tensors]
+
+
+def values_and_gradients(function, tensors: list[Tensor], **options) -> list[Tensor]:
+    y, state = function(*tensors, **options)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    loss = (y * weights).sum() + (state * state.detach().cos()).sum()
+    return [y, state, *torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("T", [1, 2, 7, 8, 9, 40])
+def test_equals_the_recurrence_in_value_and_gradient(T: int, with_state: bool, dtype: torch.dtype) -> None:
+    tensors = inputs(T, dtype, with_state=with_state)
+    fast = values_and_gradients(ssd, tensors, chunk_tokens=8)
+    slow = values_and_gradients(ssd_reference, tensors)
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-5
+    for got, wanted in zip(fast, slow, strict=True):
+        assert (got - wanted).abs().max() <= tolerance * max(1.0, float(wanted.detach().abs().max()))
+
+
+def test_one_group_and_the_default_chunk() -> None:
+    tensors = inputs(150, torch.float64, with_state=True, G=1)
+    for got, wanted in zip(
+        values_and_gradients(ssd, tensors), values_and_gradients(ssd_reference, tensors), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_strong_decay_does_not_overflow() -> None:
+    tensors = inputs(40, torch.float32, with_state=True)
+    with torch.no_grad():
+        tensors[1].mul_(200)
+    fast = values_and_gradients(ssd, tensors)
+    assert all(bool(tensor.isfinite().all()) for tensor in fast)
+    slow = values_and_gradients(
+        ssd_reference, [tensor.detach().double().requires_grad_() for tensor in tensors]
+    )
+    for got, wanted in zip(fast[:3], slow[:3], strict=True):
+        assert (got - wanted).norm() < 1e-4 * wanted.norm()
+
+
+def test_segments_equal_separate_documents_in_value_and_gradient() -> None:
+    lengths = [3, 8, 1, 5]  # borders inside chunks of 4 and on them
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).expand(2, -1)
+    tensors = inputs(sum(lengths), torch.float64, with_state=False)
+    packed = values_and_gradients(ssd, tensors, segment_ids=ids, chunk_tokens=4)
+    slow = values_and_gradients(ssd_reference, tensors, segment_ids=ids)
+    for got, wanted in zip(packed, slow, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+    x, dt, A, B, C = tensors
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        y, state = ssd(x[:, part], dt[:, part], A, B[:, part], C[:, part])
+        torch.testing.assert_close(packed[0][:, part], y, rtol=1e-10, atol=1e-10)
+        start += length
+    torch.testing.assert_close(packed[1], state, rtol=1e-10, atol=1e-10)
+
+
+def test_state_belongs_to_the_first_segment() -> None:
+    tensors = inputs(9, torch.float64, with_state=True)
+    ids = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2, 2], [0] * 9])
+    fast = values_and_gradients(ssd, tensors, segment_ids=ids, chunk_tokens=4)
+    slow = values_and_gradients(ssd_reference, tensors, segment_ids=ids)
+    for got, wanted in zip(fast, slow, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_zero_step_leaves_the_state_untouched() -> None:
+    x, dt, A, B, C, state = inputs(6, torch.float32, with_state=True)
+    _, after = ssd(x, torch.zeros_like(dt), A, B, C, state, chunk_tokens=4)
+    assert torch.equal(after, state)
+
+
+def test_half_precision_inputs_keep_a_float32_state() -> None:
+    tensors = [tensor.detach().to(torch.bfloat16) for tensor in inputs(20, torch.float32, with_state=False)]
+    y, state = ssd(*tensors)
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    wanted, _ = ssd_reference(*(tensor.double() for tensor in tensors))
+    torch.testing.assert_close(y.double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_gradcheck(T: int) -> None:
+    tensors = inputs(T, torch.float64, with_state=True)
+    assert torch.autograd.gradcheck(lambda *t: ssd(*t, chunk_tokens=2), tensors)
+
+
+def test_shapes_are_checked() -> None:
+    x, dt, A, B, C = inputs(3, torch.float32, with_state=False)
+    with pytest.raises(ValueError, match=r"dt must have shape \(2, 3, 4\)"):
+        ssd(x, dt[..., :1], A, B, C)
+    with pytest.raises(ValueError, match="multiple of the 3 groups"):
+        ssd(x, dt, A, torch.zeros(2, 3, 3, 6), torch.zeros(2, 3, 3, 6))
+    with pytest.raises(ValueError, match="at least one token"):
+        ssd(x[:, :0], dt[:, :0], A, B[:, :0], C[:, :0])
