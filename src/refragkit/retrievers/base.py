@@ -79,6 +79,7 @@ class Retriever(ABC):
 
     def __init__(self) -> None:
         self.documents: Sequence[Document] = ()
+        self._corpus_hash: str | None = None
         self._positions: dict[str, int] = {}
         self._id_rank: np.ndarray[Any, Any] = np.zeros(0, dtype=np.int64)
         self._searchable: np.ndarray[Any, Any] = np.zeros(0, dtype=np.int64)
@@ -210,6 +211,7 @@ class Retriever(ABC):
                     f"{positions[document.doc_id]} and {i}: every document needs an id of its own"
                 )
         self.documents = documents
+        self._corpus_hash = None
         self._positions = positions
         order = sorted(range(len(documents)), key=lambda i: documents[i].doc_id)
         self._id_rank = np.empty(len(documents), dtype=np.int64)
@@ -226,6 +228,13 @@ class Retriever(ABC):
                 empty,
                 duplicates - max(empty - 1, 0),
             )
+
+    @property
+    def corpus_hash(self) -> str:
+        """The hash of the indexed documents."""
+        if self._corpus_hash is None:
+            self._corpus_hash = corpus_hash(self.documents)
+        return self._corpus_hash
 
     def _require_index(self) -> None:
         if not self.documents:
@@ -250,7 +259,7 @@ class Retriever(ABC):
         """What the stored index depends on: retriever, corpus hash, count, settings."""
         return {
             "retriever": self.name,
-            "corpus_hash": corpus_hash(self.documents),
+            "corpus_hash": self.corpus_hash,
             "count": len(self.documents),
             "settings": self.settings(),
         }

@@ -121,12 +121,19 @@ class BM25Retriever(Retriever):
 
     def score(self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]) -> list[list[float]]:
         """BM25 of the given documents only."""
+        return self.score_with_best(queries, doc_ids)[0]
+
+    def score_with_best(
+        self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]
+    ) -> tuple[list[list[float]], list[float]]:
+        """BM25 of the given documents, and each query's best score over the whole corpus."""
         self._require_index()
-        result = []
+        values, bests = [], []
         for stems, ids in zip(self._stems(queries), doc_ids, strict=True):
-            scores = self._scores(stems) if ids else None
-            result.append([float(scores[self._position(i)]) for i in ids] if scores is not None else [])
-        return result
+            scores = self._scores(stems)
+            values.append([float(s) for s in scores[[self._position(i) for i in ids]]] if ids else [])
+            bests.append(float(scores.max()))
+        return values, bests
 
     def write_files(self, folder: Path) -> None:
         """The sparse scores as bm25s stores them, and the vocabulary."""

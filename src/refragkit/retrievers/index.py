@@ -186,37 +186,63 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def open_cached(retriever: Retriever, documents: Sequence[Document], cache_dir: str | Path | None) -> None:
-    """Load the matching index from the cache, or build it and put it there.
-
-    Two processes that ask for the same index at once build it once: the second waits and loads.
-    """
+    """Load the matching index from the cache, or build it and put it there."""
     if cache_dir is None or not retriever.cached:
         retriever.index(documents)
         return
-    from filelock import FileLock
-
     retriever._set_documents(documents)
-    wanted = retriever.manifest()
-    folder = Path(cache_dir) / f"{retriever.name}-{fingerprint(wanted)}"
-    if _load(retriever, folder, wanted):
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if _load(retriever, folder, wanted):  # another process built it while we waited
-            return
-        _remove_leftovers(folder)
+
+    def build(folder: Path) -> None:
         retriever.index(documents)
         retriever.save(folder)
 
+    load_or_build(Path(cache_dir), retriever.name, retriever.manifest(), retriever.read_files, build)
 
-def _load(retriever: Retriever, folder: Path, wanted: Mapping[str, Any]) -> bool:
+
+def load_or_build(
+    cache_dir: Path,
+    name: str,
+    wanted: Mapping[str, Any],
+    load: Callable[[Path], None],
+    build: Callable[[Path], None],
+) -> Path:
+    """Load the folder in the cache that holds what is wanted, after building it if it is not there or not intact.
+
+    Two processes that ask for the same folder at once build it once: the second waits, and loads.
+
+    Args:
+        cache_dir: where the folder is kept; its name is ``name`` and the fingerprint of ``wanted``.
+        name: what it holds.
+        wanted: the manifest's content.
+        load: reads an intact folder; may still refuse it with a RetrievalError.
+        build: writes the folder by ``write_folder``.
+
+    Returns:
+        The folder.
+    """
+    from filelock import FileLock
+
+    folder = cache_dir / f"{name}-{fingerprint(wanted)}"
+    if _load(folder, wanted, load):
+        return folder
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not _load(folder, wanted, load):  # another process may have built it while we waited
+            _remove_leftovers(folder)
+            build(folder)
+            # From now on memory-mapped, as after any other opening.
+            load(folder)
+    return folder
+
+
+def _load(folder: Path, wanted: Mapping[str, Any], load: Callable[[Path], None]) -> bool:
     if not folder.is_dir():
         return False
     try:
         check_manifest(folder, read_manifest(folder), wanted)
-        retriever.read_files(folder)
+        load(folder)
     except RetrievalError as error:
         logger.warning("%s: building it again", error)
         return False
-    logger.info("index of %d documents loaded from %s", len(retriever.documents), folder)
+    logger.info("loaded from %s", folder)
     return True

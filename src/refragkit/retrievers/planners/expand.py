@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from refragkit.retrievers.base import Retriever
 from refragkit.retrievers.bm25 import words
-from refragkit.retrievers.links import TitleIndex, link_graph
+from refragkit.retrievers.links import LinkGraph, TitleIndex
 from refragkit.retrievers.planners.base import Ask, QueryPlanner, Trail
 from refragkit.types import Hit
 
@@ -32,7 +32,7 @@ class ExpandPlanner(QueryPlanner):
         """Build the link graph."""
         self._retriever = retriever
         self._titles = TitleIndex(retriever.documents)
-        self._links = link_graph(retriever.documents, self._titles)
+        self._links = LinkGraph.open(retriever.documents, retriever.corpus_hash, self._titles, cache_dir)
         self._positions = {d.doc_id: i for i, d in enumerate(retriever.documents)}
 
     def plan(self, trails: Sequence[Trail]) -> list[Ask | None]:

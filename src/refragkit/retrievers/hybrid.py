@@ -1,0 +1,192 @@
+"""Hybrid retrieval: dense and BM25 rankings fused.
+
+Source: reciprocal rank fusion, Cormack et al. 2009; score fusion, Bruch et al. 2023 (arXiv 2210.11934).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from refragkit.errors import ConfigError
+from refragkit.retrievers.base import Retriever
+from refragkit.retrievers.bm25 import BM25Retriever
+from refragkit.retrievers.dense import DenseRetriever
+from refragkit.retrievers.encoder import SentenceEncoder
+from refragkit.types import Document, Hit
+
+if TYPE_CHECKING:
+    from refragkit.retrievers.multi_hop import MultiHopRetriever
+
+_FUSIONS = ("score", "rrf")
+
+
+class HybridRetriever(Retriever):
+    """``alpha`` parts dense and ``1 - alpha`` parts BM25.
+
+    ``score`` adds the cosine and the BM25 score divided by the query's best BM25 score, both about 0 to 1, so that a
+    document's fused score does not depend on what else was retrieved. ``rrf`` adds reciprocal ranks, divided by
+    their maximum so that a document first in both scores 1.
+    """
+
+    name: ClassVar[str] = "hybrid"
+
+    def __init__(
+        self,
+        dense: DenseRetriever,
+        bm25: BM25Retriever,
+        fusion: str = "score",
+        alpha: float = 0.5,
+        rrf_k: int = 60,
+        pool: int = 200,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        """Combine two retrievers.
+
+        Args:
+            dense: the one.
+            bm25: the other.
+            fusion: ``score`` or ``rrf``.
+            alpha: the dense share, 0 to 1.
+            rrf_k: how slowly reciprocal ranks fall.
+            pool: how deep each ranking is read, at least.
+            cache_dir: where indexes are kept.
+
+        Raises:
+            ConfigError: a value is out of its range.
+        """
+        super().__init__()
+        if fusion not in _FUSIONS:
+            raise ConfigError(f"retriever.fusion={fusion!r}: expected one of {', '.join(_FUSIONS)}")
+        if not 0 <= alpha <= 1 or rrf_k < 1 or pool < 1:
+            raise ConfigError(
+                f"retriever: expected 0 <= alpha <= 1, rrf_k >= 1 and pool >= 1, got {alpha}, {rrf_k}, {pool}"
+            )
+        self.dense = dense
+        self.bm25 = bm25
+        self.fusion = fusion
+        self.alpha = alpha
+        self.rrf_k = rrf_k
+        self.pool = pool
+        self.cache_dir = cache_dir
+
+    def settings(self) -> dict[str, Any]:
+        """Both parts' settings; fusion happens when searching and does not change the index."""
+        return {**self.dense.settings(), **self.bm25.settings()}
+
+    def index(self, documents: Sequence[Document]) -> None:
+        """Index both parts."""
+        self._set_documents(documents)
+        self.dense.index(documents)
+        self.bm25.index(documents)
+
+    def write_files(self, folder: Path) -> None:
+        """Both parts, in a folder each."""
+        for part in (self.dense, self.bm25):
+            (folder / part.name).mkdir()
+            part.write_files(folder / part.name)
+
+    def read_files(self, folder: Path) -> None:
+        """Both parts."""
+        for part in (self.dense, self.bm25):
+            part._set_documents(self.documents)
+            part.read_files(folder / part.name)
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """The k documents of highest fused score among the pools of both parts."""
+        self._require_index()
+        self._require_k(k)
+        depth = max(k, self.pool)
+        by_dense, by_bm25 = self.dense.search(queries, depth), self.bm25.search(queries, depth)
+        pools = [
+            list(dict.fromkeys(h.doc_id for h in (*d, *b))) for d, b in zip(by_dense, by_bm25, strict=True)
+        ]
+        if self.fusion == "score":
+            scores = self.score(queries, pools)
+        else:
+            scores = [self._rrf(ids, d, b) for ids, d, b in zip(pools, by_dense, by_bm25, strict=True)]
+        found = []
+        for ids, values in zip(pools, scores, strict=True):
+            order = sorted(range(len(ids)), key=lambda i: (-values[i], ids[i]))[:k]
+            found.append([Hit(self.documents[self._position(ids[i])], values[i]) for i in order])
+        return found
+
+    def _rrf(self, ids: Sequence[str], by_dense: Sequence[Hit], by_bm25: Sequence[Hit]) -> list[float]:
+        def reciprocal(hits: Sequence[Hit]) -> dict[str, float]:
+            # BM25 fills its list with documents that share no word with the query: they have no rank.
+            return {h.doc_id: 1 / (self.rrf_k + rank) for rank, h in enumerate(hits, 1) if h.score > 0}
+
+        d, b = reciprocal(by_dense), reciprocal(by_bm25)
+        best = 1 / (self.rrf_k + 1)
+        return [(self.alpha * d.get(i, 0.0) + (1 - self.alpha) * b.get(i, 0.0)) / best for i in ids]
+
+    def score(self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]) -> list[list[float]]:
+        """The fused score of the given documents."""
+        if self.fusion == "rrf":
+            return super().score(queries, doc_ids)
+        self._require_index()
+        cosines = self.dense.score(queries, doc_ids)
+        bm25_scores, bests = self.bm25.score_with_best(queries, doc_ids)
+        fused = []
+        for cosine, lexical, best in zip(cosines, bm25_scores, bests, strict=True):
+            total = self.alpha * np.asarray(cosine) + (1 - self.alpha) * np.asarray(lexical) / (best or 1.0)
+            fused.append([float(v) for v in total])
+        return fused
+
+
+def hybrid(
+    fusion: str = "score",
+    alpha: float = 0.5,
+    rrf_k: int = 60,
+    pool: int = 200,
+    k1: float = 1.5,
+    b: float = 0.75,
+    stemmer: str = "english",
+    encoder: str | None = None,
+    query_prefix: str = "",
+    passage_prefix: str = "",
+    normalize: bool = True,
+    max_tokens: int | None = None,
+    dtype: str = "auto",
+    backend: str = "torch",
+    device: str = "auto",
+    batch_size: int = 32,
+    factory: str = "Flat",
+    nprobe: int | None = None,
+    ef_search: int | None = None,
+    train_sample: int = 262_144,
+    shard_size: int = 2048,
+    planner: str = "expand",
+    max_hops: int | None = None,
+    top_k_per_hop: int | None = None,
+    rerank: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> MultiHopRetriever:
+    """``retriever=hybrid``: dense and BM25 fused, in the multi-hop loop."""
+    from refragkit.retrievers.multi_hop import MultiHopRetriever
+
+    model = SentenceEncoder(
+        encoder,
+        query_prefix=query_prefix,
+        passage_prefix=passage_prefix,
+        normalize=normalize,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        batch_size=batch_size,
+        cache_dir=cache_dir,
+    )
+    base = HybridRetriever(
+        DenseRetriever(model, factory, nprobe, ef_search, train_sample, shard_size, cache_dir),
+        BM25Retriever(k1, b, stemmer),
+        fusion,
+        alpha,
+        rrf_k,
+        pool,
+        cache_dir,
+    )
+    return MultiHopRetriever(base, planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir)

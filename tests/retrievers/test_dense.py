@@ -1,0 +1,191 @@
+"""Dense and hybrid retrieval with the real all-MiniLM-L6-v2."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from refragkit.errors import ConfigError, RetrievalError
+from refragkit.retrievers.base import passage_text
+from refragkit.retrievers.dense import DenseRetriever, dense
+from refragkit.retrievers.encoder import SentenceEncoder, resolve_encoder
+from refragkit.retrievers.hybrid import hybrid
+from refragkit.retrievers.vectors import encode_shards, open_matrix, write_matrix
+from refragkit.types import Document
+
+QUERIES = ["Who made the film Silent Harbour?", "fermented bread", "board games"]
+
+
+def test_hits_are_those_of_exact_cosines(corpus: list[Document], cache: Path) -> None:
+    retriever = dense(cache_dir=cache).open_index(corpus).retriever
+    assert isinstance(retriever, DenseRetriever)
+    passages = retriever.encoder.encode_passages([passage_text(d) for d in corpus])
+    cosines = retriever.encoder.encode_queries(QUERIES) @ passages.T
+    for hits, row in zip(retriever.search(QUERIES, 12), cosines, strict=True):
+        assert [h.score for h in hits] == pytest.approx(sorted(row, reverse=True), abs=2e-6)
+        assert hits[0].doc_id == corpus[int(row.argmax())].doc_id
+    assert [hits[0].doc_id for hits in retriever.search(QUERIES, 1)] == ["film_a", "bread", "chess"]
+
+
+@pytest.mark.parametrize("factory", ["HNSW8", "IVF2,Flat", "SQ8"])
+def test_approximate_indexes_give_exact_scores_and_never_minus_one(
+    factory: str, corpus: list[Document], cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flat = dense(cache_dir=cache).open_index(corpus)
+    nprobe = 1 if factory.startswith("IVF") else None
+    ef_search = 64 if factory.startswith("HNSW") else None
+    retriever = dense(factory=factory, nprobe=nprobe, ef_search=ef_search, cache_dir=cache).open_index(corpus)
+    exact = [{h.doc_id: h.score for h in hits} for hits in flat.search(QUERIES, 12)]
+    for hits, scores in zip(retriever.search(QUERIES, 12), exact, strict=True):
+        assert 0 < len(hits) <= 12
+        assert {h.doc_id: h.score for h in hits} == pytest.approx(
+            {h.doc_id: scores[h.doc_id] for h in hits}, abs=2e-6
+        )
+
+
+def test_impossible_faiss_settings_are_one_message(corpus: list[Document], cache: Path) -> None:
+    with pytest.raises(RetrievalError, match=r"factory='IVF4,PQ16' failed on 12 vectors.*use Flat or HNSW32"):
+        dense(factory="IVF4,PQ16", cache_dir=cache).open_index(corpus)
+    with pytest.raises(RetrievalError, match=r"factory='Nonsense' failed"):
+        dense(factory="Nonsense", cache_dir=cache).open_index(corpus)
+    with pytest.raises(RetrievalError, match=r"has no parameter nprobe"):
+        dense(factory="HNSW8", nprobe=2, cache_dir=cache).open_index(corpus).search(["a"], 1)
+
+
+def test_vectors_are_encoded_once_per_shard_and_encoder(
+    corpus: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    encode = SentenceEncoder.encode
+    monkeypatch.setattr(
+        SentenceEncoder, "encode", lambda s, t, p=None: (calls.append(len(t)), encode(s, t, p))[1]
+    )
+    texts = [passage_text(d) for d in corpus]
+    encoder = SentenceEncoder()
+    first = np.concatenate(encode_shards(encoder, texts, 5, tmp_path))
+    assert calls == [5, 5, 2]
+    again = np.concatenate(encode_shards(encoder, texts, 5, tmp_path))
+    assert calls == [5, 5, 2] and np.array_equal(first, again)
+    # A grown corpus encodes its new shard, a damaged shard is encoded again, nothing else.
+    victim = sorted((tmp_path / "vectors" / encoder.fingerprint).iterdir())[0]
+    victim.write_bytes(victim.read_bytes()[:-4])
+    grown = np.concatenate(encode_shards(encoder, [*texts[:10], "new", *texts[10:]], 5, tmp_path))
+    assert len(grown) == 13
+    assert len(calls) in (4, 5)
+
+
+def test_queries_come_back_bit_by_bit_without_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = SentenceEncoder(cache_dir=tmp_path).encode_queries(["one", "a longer second query", "one"])
+    assert np.array_equal(first[0], first[2])
+    monkeypatch.setattr(SentenceEncoder, "_load", lambda self: pytest.fail("the model was loaded"))
+    again = SentenceEncoder(cache_dir=tmp_path).encode_queries(["a longer second query", "one"])
+    assert np.array_equal(again, first[1::-1])
+
+
+def test_a_broken_query_cache_is_reported_and_does_no_harm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = SentenceEncoder(cache_dir=tmp_path)
+    first = encoder.encode_queries(["one"])
+    (file,) = (tmp_path / "queries").iterdir()
+    file.write_bytes(b"not a database at all" * 100)
+    with caplog.at_level(logging.WARNING):
+        again = SentenceEncoder(cache_dir=tmp_path).encode_queries(["one"])
+    assert np.allclose(first, again, atol=1e-6) and "can't be read" in caplog.text
+    with pytest.raises(sqlite3.DatabaseError):
+        sqlite3.connect(file).execute("SELECT 1 FROM vectors")
+
+
+def test_the_fingerprint_follows_every_setting_that_changes_vectors() -> None:
+    base = SentenceEncoder().fingerprint
+    assert SentenceEncoder(batch_size=1).fingerprint == base
+    others = [
+        SentenceEncoder(query_prefix="query: "),
+        SentenceEncoder(passage_prefix="passage: "),
+        SentenceEncoder(normalize=False),
+        SentenceEncoder(max_tokens=16),
+        SentenceEncoder(dtype="bfloat16"),
+    ]
+    assert len({base, *(e.fingerprint for e in others)}) == 6
+
+
+def test_prefixes_and_lengths_reach_the_model() -> None:
+    plain = SentenceEncoder().encode(["query: tea"])
+    assert np.allclose(SentenceEncoder(query_prefix="query: ").encode_queries(["tea"]), plain, atol=1e-6)
+    short = SentenceEncoder(max_tokens=8)
+    long_text = "tea " * 100
+    assert np.allclose(short.encode([long_text]), short.encode([long_text + "coffee"]), atol=1e-6)
+    assert np.allclose(np.linalg.norm(plain, axis=1), 1, atol=1e-6)
+
+
+def test_bfloat16_vectors_are_close() -> None:
+    texts = ["fermented bread", "board games"]
+    a, b = SentenceEncoder(dtype="float32").encode(texts), SentenceEncoder(dtype="bfloat16").encode(texts)
+    assert (a * b).sum(axis=1).min() > 0.995
+
+
+def test_where_an_encoder_is_looked_for(tmp_path: Path) -> None:
+    packaged = resolve_encoder(None)
+    assert (packaged / "model.safetensors").is_file()
+    assert resolve_encoder("all-MiniLM-L6-v2") == packaged
+    assert resolve_encoder(str(packaged)) == packaged
+    with pytest.raises(RetrievalError) as error:
+        resolve_encoder("intfloat/e5-base-v2")
+    message = str(error.value)
+    assert (
+        "local folder" in message
+        and "hf download intfloat/e5-base-v2" in message
+        and "refragkit[demo]" in message
+    )
+    with pytest.raises(RetrievalError, match=r"neither modules.json nor config.json"):
+        resolve_encoder(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"dtype='int8': expected one of auto, float32"):
+        SentenceEncoder(dtype="int8")
+
+
+def test_a_truncated_vector_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "v.safetensors"
+    blocks = [np.ones((3, 4), dtype=np.float32), np.zeros((2, 4), dtype=np.float32)]
+    write_matrix(file, blocks)
+    assert np.array_equal(open_matrix(file), np.concatenate(blocks))
+    from safetensors.numpy import load_file
+
+    assert np.array_equal(load_file(file)["vectors"], np.concatenate(blocks))
+    raw = file.read_bytes()
+    for length in (0, 4, 20, len(raw) - 1):
+        file.write_bytes(raw[:length])
+        with pytest.raises(RetrievalError):
+            open_matrix(file)
+
+
+@pytest.mark.parametrize("fusion", ["score", "rrf"])
+def test_hybrid_at_its_ends_is_each_of_its_parts(fusion: str, corpus: list[Document], cache: Path) -> None:
+    def ids(alpha: float) -> list[list[str]]:
+        built = hybrid(fusion=fusion, alpha=alpha, cache_dir=cache).open_index(corpus)
+        return [[h.doc_id for h in hits] for hits in built.search(QUERIES, 3)]
+
+    dense_ids = [
+        [h.doc_id for h in hits] for hits in dense(cache_dir=cache).open_index(corpus).search(QUERIES, 3)
+    ]
+    assert ids(1.0) == dense_ids
+    assert [i[0] for i in ids(0.0)] == ["film_a", "bread", "chess"]
+    with pytest.raises(ConfigError, match=r"0 <= alpha <= 1"):
+        hybrid(alpha=1.5)
+
+
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from refragkit.retrievers.hybrid import hybrid; hybrid();"
+        "print([m for m in ('torch', 'sentence_transformers', 'faiss', 'transformers', 'bm25s') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
