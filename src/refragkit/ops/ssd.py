@@ -191,9 +191,10 @@ def _chunked(
     # A short scan over chunks
     S = x.new_zeros(batch, H, P, N) if state is None else state
     starts = []
-    for c in range(n):
+    # unbind, not indexing: the gradient of each index would be a tensor of zeros as large as all chunks
+    for added, kept in zip(written.unbind(1), through.unbind(1), strict=True):
         starts.append(S)
-        S = torch.addcmul(written[:, c], S, through[:, c])
+        S = torch.addcmul(added, S, kept)
     incoming = torch.stack(starts, dim=1).view(batch, n, G, R * P, N)
     carried = (C @ incoming.transpose(-1, -2)).view(batch, n, G, Q, R, P).transpose(3, 4)
     y = torch.addcmul(y, carried, from_start[..., None])

@@ -230,9 +230,10 @@ def _chunked(
 
     S = r.new_zeros(batch, H, N, N) if state is None else state
     starts = []
-    for c in range(n):
+    # unbind, not indexing: the gradient of each index would be a tensor of zeros as large as all chunks
+    for added, mapped in zip(written.unbind(1), propagate.unbind(1), strict=True):
         starts.append(S)
-        S = written[:, c] + S @ propagate[:, c]
+        S = added + S @ mapped
     incoming = torch.stack(starts, dim=1)  # [batch, n, H, N, N]
 
     rows = r_0 + r_b @ W
