@@ -44,11 +44,6 @@ INJECTED: Mapping[str, frozenset[str]] = {
     "tracking": frozenset({"outputs"}),
 }
 
-# A node whose keys are shared between its own target and a second class that wraps the built object.
-COMPANIONS: Mapping[str, tuple[str, frozenset[str]]] = {
-    "retriever": ("refragkit.retrievers.multi_hop.MultiHopRetriever", frozenset({"retriever"})),
-}
-
 # `_target_` runs code: only our own package and these names may be named in a configuration.
 ALLOWED_TARGETS: frozenset[str] = frozenset(
     {
@@ -98,8 +93,8 @@ def _leaf_paths(node: Any, prefix: str = "") -> list[str]:
     if not isinstance(node, DictConfig):
         return [prefix] if prefix else []
     paths = [prefix] if prefix else []
-    for key in node:
-        paths += _leaf_paths(node._get_node(key), f"{prefix}.{key}" if prefix else str(key))
+    for key in map(str, node):
+        paths += _leaf_paths(node._get_node(key), f"{prefix}.{key}" if prefix else key)
     return paths
 
 
@@ -122,7 +117,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     root_keys = [*GROUPS, "seed", "dry_run", "paths"]
     for text in overrides:
         try:
-            override = parser.parse_override(text)
+            (override,) = parser.parse_overrides([text])
         except OverrideParseException:
             problems.append(
                 f"'{text}' is not an override: expected key=value, such as method=refrag or seed=1"
@@ -132,36 +127,30 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if key.split("/")[0].split(".")[0] == "hydra":
             continue
         if key in GROUPS and not override.is_delete():
-            options = group_options(key)
+            options, before = group_options(key), len(problems)
             chosen: list[Any] = (
                 list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
             )
             for option in chosen:
                 if isinstance(option, (dict, list)):
                     problems.append(f"{key}={option}: expected the name of one option: {', '.join(options)}")
-                elif str(option) not in options and option not in (None, "null") and "/" not in str(option):
+                elif str(option) not in options and not (option is None and key == "experiment"):
                     listed = ", ".join(options) or "none"
                     problems.append(
-                        f"{key}={option}: '{key}' has no option '{option}'"
+                        f"{key}={option!s}: '{key}' has no option '{option!s}'"
                         f"{_did_you_mean(str(option), options)} (options: {listed})"
                     )
-            if not problems:
-                groups.append(f"{key}={chosen[0]}" if chosen[0] is not None else f"{key}=null")
+            if len(problems) == before:
+                groups.append(f"{key}={'null' if chosen[0] is None else chosen[0]}")
         elif override.is_add() or override.is_force_add() or override.is_delete():
             continue
         else:
             values.append((text, key))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    if not values:
-        return
-    composed = _hydra_compose(groups)
-    valid = _leaf_paths(composed)
+    valid = _leaf_paths(_hydra_compose(groups)) if values else []
     for text, key in values:
         path = key.replace("/", ".")
         if path in valid:
             continue
-        # A free-form mapping (reward weights, say) may take a new key below it only with '+'.
         candidates = root_keys + valid if "." not in path else valid
         problems.append(f"{text}: there is no key '{path}'{_did_you_mean(path, candidates)}")
     if problems:
@@ -273,22 +262,15 @@ def _parameters(target: Callable[..., Any], injected: frozenset[str]) -> dict[st
 
 
 def node_parameters(group: str, target: str) -> dict[str, tuple[inspect.Parameter, Any]]:
-    """Name -> (parameter, type hint) that the YAML node of a group's target must hold, its companion's included."""
-    found: dict[str, tuple[inspect.Parameter, Any]] = {}
-    targets = [(target, INJECTED.get(group, frozenset()))]
-    if group in COMPANIONS:
-        companion, injected = COMPANIONS[group]
-        targets.append((companion, injected))
-    for name, injected in targets:
-        function = locate(name, group)
-        hinted = function.__init__ if inspect.isclass(function) else function  # type: ignore[misc]
-        try:
-            hints = typing.get_type_hints(hinted)
-        except NameError:  # a hint imported for type checkers only
-            hints = {}
-        for key, parameter in _parameters(function, injected).items():
-            found[key] = (parameter, hints.get(key, Any))
-    return found
+    """Name -> (parameter, type hint) that the YAML node of a group's target must hold."""
+    function = locate(target, group)
+    hinted = function.__init__ if inspect.isclass(function) else function
+    try:
+        hints = typing.get_type_hints(hinted)
+    except NameError:  # a hint imported for type checkers only
+        hints = {}
+    parameters = _parameters(function, INJECTED.get(group, frozenset()))
+    return {key: (parameter, hints.get(key, Any)) for key, parameter in parameters.items()}
 
 
 def type_problem(value: Any, hint: Any) -> str | None:
@@ -336,9 +318,9 @@ def validate(cfg: DictConfig) -> None:
     """
     problems: list[str] = []
     known = {*GROUPS, "seed", "dry_run", "paths", "choices"}
-    for key in cfg:
+    for key in map(str, cfg):
         if key not in known:
-            problems.append(f"unknown key '{key}'{_did_you_mean(str(key), known - {'choices'})}")
+            problems.append(f"unknown key '{key}'{_did_you_mean(key, known - {'choices'})}")
     for key, hint in (("seed", int), ("dry_run", bool)):
         if expected := type_problem(cfg.get(key), hint):
             problems.append(f"{key}: expected {expected}, got {cfg.get(key)!r}")
@@ -400,7 +382,7 @@ def _nested_targets(node: Any, path: str) -> list[tuple[str, str]]:
 
 
 def instantiate(cfg: DictConfig, group: str, **injected: Any) -> Any:
-    """Build the component of a group, its companion (see ``COMPANIONS``) around it.
+    """Build the component of a group.
 
     Args:
         cfg: the whole configuration.
@@ -416,14 +398,7 @@ def instantiate(cfg: DictConfig, group: str, **injected: Any) -> Any:
     values = typing.cast(dict[str, Any], OmegaConf.to_container(cfg[group], resolve=True))
     target = locate(values.pop("_target_"), group)
     own = _parameters(target, frozenset())
-    built = target(
-        **{k: v for k, v in values.items() if k in own}, **{k: v for k, v in injected.items() if k in own}
-    )
-    if group in COMPANIONS:
-        companion = locate(COMPANIONS[group][0], group)
-        rest = _parameters(companion, COMPANIONS[group][1])
-        built = companion(built, **{k: v for k, v in values.items() if k in rest})
-    return built
+    return target(**values, **{k: v for k, v in injected.items() if k in own})
 
 
 def flatten(cfg: Any, prefix: str = "") -> dict[str, Any]:

@@ -16,8 +16,10 @@ from rich.tree import Tree
 
 from refragkit.config import GROUPS, group_options
 
-console = Console()
-error_console = Console(stderr=True)
+# Where nobody watches (a file, CI), lines are not folded at 80 columns.
+_WIDTH = None if sys.stdout.isatty() else 160
+console = Console(width=_WIDTH)
+error_console = Console(stderr=True, width=_WIDTH)
 log = logging.getLogger("refragkit")
 
 _HELP_HEAD = """\
@@ -68,7 +70,7 @@ def print_help() -> None:
 def print_config(cfg: DictConfig) -> None:
     """Print the composed configuration as a tree, a branch for each group with its chosen option."""
     tree = Tree("configuration", guide_style="dim")
-    for key in cfg:
+    for key in map(str, cfg):
         if key == "choices":
             continue
         node = cfg[key]
@@ -110,7 +112,16 @@ def setup_logging(log_file: Path) -> None:
     log.addHandler(screen)
     log.setLevel(logging.DEBUG)
     logging.captureWarnings(True)
-    for noisy in ("lightning", "lightning.pytorch", "lightning.fabric"):
+
+
+def route_library_logs() -> None:
+    """Send Lightning's own lines to the log file only; call it after Lightning is imported."""
+    for noisy in (
+        "lightning",
+        "lightning.pytorch",
+        "lightning.fabric",
+        "lightning.pytorch.utilities.rank_zero",
+    ):
         library = logging.getLogger(noisy)
         library.handlers.clear()
         library.propagate = True

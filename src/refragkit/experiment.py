@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from refragkit.adapters.report import AdapterReport
-    from refragkit.data.datamodule import QuestionData
+    from refragkit.data.datamodule import DataModule
     from refragkit.data.tokenizer import Tokenizer
     from refragkit.models.base import SequenceModel
     from refragkit.retrievers.multi_hop import MultiHopRetriever
@@ -73,9 +73,9 @@ class Run:
         return built
 
     @cached_property
-    def data(self) -> QuestionData:
+    def data(self) -> DataModule:
         """The prepared data."""
-        data: QuestionData = self._build("data")
+        data: DataModule = self._build("data")
         data.prepare(cache_dir=self.cache_dir, seed=self.seed)
         return data
 

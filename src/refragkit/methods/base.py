@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
-from refragkit.data.collate import collate, micro_batches
+from refragkit.data.collate import collate, micro_batch_indices, micro_batches
 from refragkit.data.conversation import Rendered
 from refragkit.errors import ConfigError
 from refragkit.methods.episodes import EpisodeBuilder
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from refragkit.retrievers.multi_hop import MultiHopRetriever
     from refragkit.rewards.base import Reward
     from refragkit.training.hardware import Hardware
+
+# Prompts are read in groups of so many tokens, which bounds the memory of a large evaluation.
+_PREFILL_TOKENS = 16384
 
 Schedule = Literal["linear", "cosine", "constant"]
 
@@ -199,6 +203,10 @@ class MethodModule(pl.LightningModule):
             ).scaled(scale)
         return build_adamw(self.model, rates, weight_decay=recipe.weight_decay)
 
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Leave the questions as they are; tensors are made on the device, micro batch by micro batch."""
+        return batch
+
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         """Prepare a global batch, accumulate its gradient over micro batches, step the optimiser once."""
         started = time.perf_counter()
@@ -206,11 +214,11 @@ class MethodModule(pl.LightningModule):
         torch.manual_seed(derive_seed(self.components.seed, step, self.global_rank, "dropout"))
         prepared = self.prepare(batch)
         optimizer = self.optimizers()
-        assert not isinstance(optimizer, list)
+        assert isinstance(optimizer, LightningOptimizer)
         factor = learning_rate_factor(
             self.recipe.schedule, step, self.components.n_steps, self.recipe.warmup_steps
         )
-        rates = set_learning_rates(optimizer, factor)
+        rates = set_learning_rates(optimizer.optimizer, factor)
         optimizer.zero_grad()
         metrics = {f"lr/{kind}": rate for kind, rate in rates.items()} | prepared.metrics
         kept = self._keep(prepared)
@@ -239,8 +247,8 @@ class MethodModule(pl.LightningModule):
         weights: Sequence[float | None] = prepared.weights or [None] * len(prepared.examples)
         kept = []
         for example, weight in zip(prepared.examples, weights, strict=True):
-            self.truncated_documents += example.truncated_documents
-            if any(example.loss_mask):
+            self.truncated_documents += example.truncated_documents + example.left_out_documents
+            if example.supervised_tokens:
                 kept.append((example, weight))
             else:
                 self.dropped_examples += 1
@@ -248,23 +256,29 @@ class MethodModule(pl.LightningModule):
 
     def _accumulate(self, kept: Sequence[tuple[Rendered, float | None]]) -> dict[str, float]:
         """Backward over micro batches; the loss is divided by the whole global batch's count first."""
-        n_tokens = sum(sum(e.loss_mask) for e, _ in kept)
-        scales = {
-            id(e): 1.0 / n_tokens if weight is None else weight / (sum(e.loss_mask) * len(kept))
+        examples = [example for example, _ in kept]
+        n_tokens = sum(e.supervised_tokens for e in examples)
+        scales = [
+            1.0 / n_tokens if weight is None else weight / (e.supervised_tokens * len(kept))
             for e, weight in kept
-        }
+        ]
         cross_entropy = objective = 0.0
-        size = min(self.components.hardware.micro_batch_size, self.recipe.global_batch_size)
-        for group in micro_batches([e for e, _ in kept], size):
-            losses, rows = self.token_losses(group)
-            scale = torch.tensor([scales[id(e)] for e in group], device=losses.device)[rows]
+        for group in micro_batch_indices([len(e) for e in examples], self.micro_batch_size):
+            losses, rows = self.token_losses([examples[i] for i in group])
+            scale = torch.tensor([scales[i] for i in group], device=losses.device)[rows]
             loss = (losses * scale).sum()
-            # An example whose reward is 0 has nothing to teach: spare its backward pass.
+            # Where every reward is 0 there is nothing to learn: spare the backward pass.
             if bool((scale != 0).any()):
                 self.manual_backward(loss)
             cross_entropy += float(losses.detach().sum())
             objective += float(loss.detach())
         return {"train/loss": cross_entropy / n_tokens, "train/objective": objective}
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences in one forward pass."""
+        share = self.recipe.global_batch_size // self.components.hardware.world_size
+        return min(self.components.hardware.micro_batch_size, share)
 
     def token_losses(self, examples: Sequence[Rendered]) -> tuple[Tensor, Tensor]:
         """Cross-entropy of every supervised token of a micro batch.
@@ -304,7 +318,7 @@ class MethodModule(pl.LightningModule):
             else self.episodes.conversation(e)
             for e in examples
         ]
-        metrics = self._validation_loss([r for r in rendered if any(r.loss_mask)])
+        metrics = self._validation_loss([r for r in rendered if r.supervised_tokens])
         records: list[dict[str, Any]] = []
         if questions:
             step = self.global_step
@@ -321,7 +335,7 @@ class MethodModule(pl.LightningModule):
 
     def _validation_loss(self, rendered: Sequence[Rendered]) -> dict[str, float]:
         total, count = 0.0, 0
-        for group in micro_batches(rendered, self.components.hardware.micro_batch_size):
+        for group in micro_batches(rendered, self.micro_batch_size):
             losses, _ = self.token_losses(group)
             total, count = total + float(losses.sum()), count + losses.numel()
         return {"val/loss": total / count} if count else {}
@@ -336,6 +350,8 @@ class MethodModule(pl.LightningModule):
     ) -> list[str]:
         """The model's answer to each question, given its documents, in one batched generation.
 
+        A question that does not fit into the context is answered with the empty string.
+
         Args:
             questions: B questions.
             hops: what was retrieved for each.
@@ -345,13 +361,26 @@ class MethodModule(pl.LightningModule):
         from refragkit.generation.engine import GenerationConfig, generate
 
         prompts = [self.episodes.prompt(q, h) for q, h in zip(questions, hops, strict=True)]
+        answerable = [i for i, prompt in enumerate(prompts) if prompt]
+        answers = [""] * len(prompts)
+        if not answerable:
+            return answers
         config = GenerationConfig(
             max_new_tokens=self.recipe.max_new_tokens,
             temperature=temperature,
             stop_ids=(self.tokenizer.end_id,),
         )
-        samples = generate(self.model, prompts, config, pad_id=self.tokenizer.pad_id, seed=seed)
-        return [self.tokenizer.decode(row[0].content_ids).strip() for row in samples]
+        samples = generate(
+            self.model,
+            [prompts[i] for i in answerable],
+            config,
+            pad_id=self.tokenizer.pad_id,
+            seed=seed,
+            max_batch_tokens=_PREFILL_TOKENS,
+        )
+        for i, (completion,) in zip(answerable, samples, strict=True):
+            answers[i] = self.tokenizer.decode(completion.content_ids).strip()
+        return answers
 
 
 def episode(question: Question, hops: Sequence[Any], completion: str, max_hops: int) -> Episode:

@@ -9,29 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from refragkit.data.conversation import Rendered, render, render_prompt
-from refragkit.types import Conversation, Hop, Message, Question
+from refragkit.data.conversation import Rendered, conversation_from_hops, prepare_prompt, render
+from refragkit.types import Conversation, Hop, Question
 
 if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
     from refragkit.retrievers.multi_hop import MultiHopRetriever
-
-
-def episode_conversation(question: Question, hops: Sequence[Hop], answer: str | None) -> Conversation:
-    """The conversation of one episode: question, one retrieval turn for each hop, answer.
-
-    Args:
-        question: what the user asks.
-        hops: what was retrieved; each hop contributes the documents that no earlier hop had found.
-        answer: the assistant's turn; None leaves it out, for a prompt.
-    """
-    messages = [Message("user", question.question)]
-    for hop in hops:
-        if hop.new_documents:
-            messages.append(Message("retrieval", hop=hop.hop, query=hop.query, documents=hop.new_documents))
-    if answer is not None:
-        messages.append(Message("assistant", answer))
-    return Conversation(question.id, tuple(messages))
 
 
 class EpisodeBuilder:
@@ -71,24 +54,27 @@ class EpisodeBuilder:
         return [self._hops[q.id] for q in questions]
 
     def prompt(self, question: Question, hops: Sequence[Hop]) -> list[int]:
-        """Token ids that end where the assistant's answer begins."""
-        return render_prompt(
-            episode_conversation(question, hops, None),
+        """Token ids that end where the assistant's answer begins; empty where the question alone is too long."""
+        return prepare_prompt(
+            conversation_from_hops(question.question, hops, conversation_id=question.id),
             self.tokenizer,
             self.max_seq_len,
-            reserve_tokens=self.max_new_tokens,
+            self.max_new_tokens,
             max_document_tokens=self.max_document_tokens,
-        )
+        ).input_ids
 
     def example(self, question: Question, hops: Sequence[Hop], answer: str) -> Rendered:
         """The prompt followed by ``answer`` and the end token, which alone are supervised."""
-        return self.conversation(episode_conversation(question, hops, answer))
+        return self.conversation(
+            conversation_from_hops(question.question, hops, answer, conversation_id=question.id)
+        )
 
     def conversation(self, conversation: Conversation) -> Rendered:
-        """A whole conversation with its loss mask."""
+        """A whole conversation with its loss mask; without tokens where it can't be used."""
         return render(
             conversation,
             self.tokenizer,
             self.max_seq_len,
+            reserve_tokens=self.max_new_tokens,
             max_document_tokens=self.max_document_tokens,
         )

@@ -9,13 +9,16 @@ Objective ``reward_weighted``, for each question of a global batch of N:
 1. retrieve up to ``max_hops`` rounds of ``top_k_per_hop`` passages;
 2. let the model answer from the question and these passages;
 3. reward that answer: 0.6 answer + 0.3 relevance + 0.1 efficiency (``conf/reward/refrag.yaml``);
-4. loss = 1/N sum_i reward_i * (1/|y_i|) sum_t -log p(y_it | question, passages, y_i<t).
+4. loss = 1/N sum_i w_i * (1/|y_i|) sum_t -log p(y_it | question, passages, y_i<t),
+   w_i = weight_floor + (1 - weight_floor) * reward_i.
 
 y is the gold answer (``target: given``) or the model's own (``target: sampled``; then this is reward-weighted
 regression on samples, Peters & Schaal 2007, with the reward itself as the weight).
 
 Differs: the token-mean is taken inside each example before weighting, so that a reward weighs an answer and not its
-length; the reward comes from a generated answer, never from the shape of the conversation.
+length; the reward comes from a generated answer, never from the shape of the conversation. The floor keeps gold answers
+teaching a model that can't answer anything yet: with none, a model that has learnt to stop at once earns 0 everywhere
+and never changes again.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class Refrag(Recipe):
     Attributes:
         objective: how rewards enter the loss.
         target: which answer is trained on: the ``given`` gold one or the ``sampled`` one that was rewarded.
+        weight_floor: weight of an example whose answer earned nothing, in [0, 1); used with ``target: given`` only.
         temperature: of the rewarded answers; 0 is greedy.
         max_hops: searches for one question at most.
         top_k_per_hop: passages of one search.
@@ -47,6 +51,7 @@ class Refrag(Recipe):
 
     objective: Literal["reward_weighted"]
     target: Literal["given", "sampled"]
+    weight_floor: float
     temperature: float
     max_hops: int
     top_k_per_hop: int
@@ -59,6 +64,8 @@ class Refrag(Recipe):
         for name in ("max_hops", "top_k_per_hop"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
+        if not 0 <= self.weight_floor < 1:
+            raise ConfigError(f"method.weight_floor: expected a number in [0, 1), got {self.weight_floor}")
         if self.temperature < 0:
             raise ConfigError(f"method.temperature: expected 0 or more, got {self.temperature}")
 
@@ -99,13 +106,17 @@ class RefragModule(MethodModule):
             log.warning(
                 "step %d: every reward of the batch is 0, so it teaches nothing", self.global_step + 1
             )
+        # A sampled answer that earned nothing must not be learnt at all; a gold one always deserves a little.
+        floor = recipe.weight_floor if recipe.target == "given" else 0.0
+        weights = [floor + (1 - floor) * total for total in totals]
         targets = completions if recipe.target == "sampled" else [q.answers[0] for q in questions]
         metrics = {f"reward/{name}": sum(values) / len(values) for name, values in parts.items()}
+        metrics["train/weight"] = sum(weights) / len(weights)
         metrics["reward/empty_completions"] = sum(not c for c in completions) / len(completions)
         metrics["time/retrieve_seconds"] = retrieved - started
         metrics["time/generate_seconds"] = answered - retrieved
         return Prepared(
             [self.episodes.example(q, h, t) for q, h, t in zip(questions, hops, targets, strict=True)],
-            weights=totals,
+            weights=weights,
             metrics=metrics,
         )

@@ -38,7 +38,7 @@ def memory_estimate(model: SequenceModel, trainable: int, micro_batch: int, toke
     total = sum(p.numel() for p in model.parameters())
     per_block = 14 * config.d_model + 4 * (config.d_ff or 0)
     blocks = model.n_layers
-    per_token = blocks * config.d_model + per_block if config.gradient_checkpointing else blocks * per_block
+    per_token = blocks * config.d_model + per_block if model.gradient_checkpointing else blocks * per_block
     return {
         "weights": total * _FLOAT32_BYTES,
         "gradients": trainable * _FLOAT32_BYTES,

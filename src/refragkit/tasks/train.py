@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from refragkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from refragkit.data.datamodule import QuestionData
+    from refragkit.data.datamodule import DataModule
     from refragkit.experiment import Run
     from refragkit.methods.base import Recipe
 
@@ -59,14 +59,14 @@ def train(run: Run) -> None:
 
 def _fit(run: Run, recipe: Recipe) -> None:
     import lightning.pytorch as pl
-    from torch.utils.data import DataLoader
 
-    from refragkit.data.datamodule import BatchDataset
+    from refragkit.console import route_library_logs
     from refragkit.methods.base import Components
     from refragkit.tracking.plots import plot_training
     from refragkit.training.callbacks import Evaluation, StepLog, write_metrics_csv
     from refragkit.training.progress import progress_bar
 
+    route_library_logs()
     data = run.data
     _log_datasets(run, data)
     n_steps = recipe.n_steps(len(data.train))
@@ -91,11 +91,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
         log_metrics=run.log_metrics,
     )
     module = recipe.module(components)
-    loader = DataLoader(
-        BatchDataset(data.train, seed=run.seed, global_batch_size=recipe.global_batch_size, n_steps=n_steps),
-        batch_size=None,
-        shuffle=False,
-    )
+    loader = data.train_loader(recipe.global_batch_size, n_steps)
     hardware = run.hardware
     bar = progress_bar()
     trainer = pl.Trainer(
@@ -167,8 +163,8 @@ def _export(run: Run, model: Any) -> None:
     run.artifact("model", run.folder / "model")
 
 
-def _log_datasets(run: Run, data: QuestionData) -> None:
-    name, source = str(run.cfg.choices.data), data.source
+def _log_datasets(run: Run, data: DataModule) -> None:
+    name, source = str(run.cfg.choices.data), str(run.cfg.data.path or "bundled sample")
     run.tracking.log_dataset(name, "training", data.fingerprint, source, len(data.train))
     run.tracking.log_dataset(name, "validation", data.fingerprint, source, len(data.validation))
     if data.corpus is not None:

@@ -58,8 +58,8 @@ class MLflowTracking:
         """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        logging.getLogger("alembic").setLevel(logging.WARNING)
         try:
             self._open()
             assert self._client is not None
@@ -83,6 +83,7 @@ class MLflowTracking:
         from mlflow import MlflowClient
 
         location = None
+        _check_sqlite(self.uri)
         if self.uri is None:
             self.outputs.mkdir(parents=True, exist_ok=True)
             location = (self.outputs / "mlartifacts").as_uri()
@@ -104,7 +105,7 @@ class MLflowTracking:
     def _log_params(self, params: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        assert self._client is not None
+        assert self._client is not None and self.run_id is not None
         entries = [
             Param(k, str(v)[:_MAX_PARAM_CHARACTERS]) for k, v in params.items() if not k.endswith("_target_")
         ]
@@ -215,3 +216,13 @@ class MLflowTracking:
         """Close the run as FINISHED, FAILED or KILLED, so that none stays RUNNING after a crash."""
         if self._client is not None and self.run_id is not None:
             self._client.set_terminated(self.run_id, status=_STATUS.get(status, "FAILED"))
+
+
+def _check_sqlite(uri: str | None) -> None:
+    """Fail at once on a SQLite file that can't be opened; MLflow would try again for two minutes."""
+    import sqlite3
+    from contextlib import closing
+
+    if uri is not None and uri.startswith("sqlite:///"):
+        with closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as connection:
+            connection.execute("pragma schema_version")

@@ -70,7 +70,7 @@ class Hardware:
         if self.accelerator == "mps" and not torch.backends.mps.is_available():
             raise ConfigError("hardware.accelerator: Apple's MPS is not available; use hardware=cpu")
 
-    def resolved_precision(self) -> str:
+    def resolved_precision(self) -> Literal["32-true", "bf16-mixed", "bf16-true"]:
         """The precision that ``auto`` stands for on this device."""
         if self.precision != "auto":
             return self.precision
@@ -89,11 +89,12 @@ class Hardware:
         Raises:
             ConfigError: the global batch doesn't divide among devices and micro batches.
         """
-        share = self.micro_batch_size * self.world_size
+        micro_batch = min(self.micro_batch_size, max(1, global_batch_size // self.world_size))
+        share = micro_batch * self.world_size
         if global_batch_size % share:
             raise ConfigError(
                 f"method.global_batch_size={global_batch_size} is not divisible by hardware.micro_batch_size="
-                f"{self.micro_batch_size} x devices={self.devices} x num_nodes={self.num_nodes} = {share};"
+                f"{micro_batch} x devices={self.devices} x num_nodes={self.num_nodes} = {share};"
                 " change one of them"
             )
         return global_batch_size // share

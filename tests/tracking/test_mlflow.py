@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from refragkit.errors import ConfigError
+from refragkit.tracking.mlflow import MLflowTracking
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("outputs")
+
+
+def _client(store: Path):  # type: ignore[no-untyped-def]
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=f"sqlite:///{store / 'mlflow.db'}")
+
+
+def test_a_run_holds_parameters_metrics_artifacts_and_inputs(store: Path, tmp_path: Path) -> None:
+    tracking = MLflowTracking(outputs=store)
+    run_id = tracking.start(
+        "first", {"method.lr": 0.1, "method._target_": "x", "long": "a" * 9000}, {"command": "c"}
+    )
+    assert run_id
+    tracking.log_metrics({"train/loss": 2.0, "val/loss": math.nan}, step=1)
+    tracking.log_metrics({"train/loss": 1.0}, step=2)
+    (tmp_path / "plots").mkdir()
+    for name in ("config.yaml", "plots/training.png"):
+        (tmp_path / name).write_text("content")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("w")
+    for name in ("config.yaml", "plots/training.png", "model", "missing"):
+        tracking.log_artifact(tmp_path / name)
+    tracking.log_dataset("multihop_qa", "training", "d" * 64, "bundled", 300)
+    tracking.end("finished")
+
+    client = _client(store)
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["method.lr"] == "0.1"
+    assert "method._target_" not in run.data.params
+    assert len(run.data.params["long"]) == 6000
+    assert run.data.tags["command"] == "c"
+    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "train/loss")] == [
+        (1, 2.0),
+        (2, 1.0),
+    ]
+    assert "val/loss" not in run.data.metrics
+    assert {a.path for a in client.list_artifacts(run_id)} == {"config.yaml", "plots", "model"}
+    assert run.inputs.dataset_inputs[0].dataset.name == "multihop_qa"
+    assert Path(run.info.artifact_uri.removeprefix("file://")).is_relative_to(store)
+
+
+@pytest.mark.parametrize(("status", "shown"), [("failed", "FAILED"), ("interrupted", "KILLED")])
+def test_a_run_that_did_not_finish_is_closed(store: Path, status: str, shown: str) -> None:
+    tracking = MLflowTracking(outputs=store)
+    run_id = tracking.start("other", {}, {})
+    tracking.end(status)
+    assert _client(store).get_run(run_id).info.status == shown
+
+
+def test_models_stay_local_unless_asked_for(store: Path, tmp_path: Path) -> None:
+    tracking = MLflowTracking(outputs=store, log_model=False)
+    run_id = tracking.start("small", {}, {})
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "weights").write_text("w")
+    tracking.log_artifact(tmp_path / "adapter")
+    tracking.end("finished")
+    assert _client(store).list_artifacts(run_id) == []
+
+
+def test_traces_have_a_span_for_each_hop(store: Path) -> None:
+    tracking = MLflowTracking(outputs=store)
+    run_id = tracking.start("traced", {}, {})
+    document = {"doc_id": "p1", "title": "T", "text": "x", "score": 1.0, "supporting": True}
+    hops = [{"hop": n, "query": f"q{n}", "latency_seconds": 0.1, "documents": [document]} for n in (1, 2)]
+    tracking.log_traces(
+        [{"question": "who?", "completion": "me", "rewards": {"total": 0.5}, "hops": hops}], step=3
+    )
+    tracking.end("finished")
+    traces = _client(store).search_traces(locations=[tracking._experiment_id])
+    spans = [span.name for span in traces[0].data.spans]
+    assert spans == ["episode", "hop 1", "hop 2", "answer"]
+    assert traces[0].info.trace_metadata["mlflow.sourceRun"] == run_id
+
+
+def test_an_unreachable_store_is_one_readable_error(tmp_path: Path) -> None:
+    (tmp_path / "folder.db").mkdir()
+    tracking = MLflowTracking(uri=f"sqlite:///{tmp_path / 'folder.db'}", outputs=tmp_path)
+    with pytest.raises(ConfigError, match=r"tracking\.uri"):
+        tracking.start("x", {}, {})
