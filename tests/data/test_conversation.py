@@ -273,6 +273,19 @@ def test_other_templates(name: str, pretrained_folder: Callable[..., Path]) -> N
     assert full.loss_mask == [False] * len(prompt) + [True] * len(answer)
 
 
+def test_texts_are_cut_as_if_the_template_were_encoded_in_one_go(
+    pretrained_folder: Callable[..., Path],
+) -> None:
+    """``[INST] the`` holds the token `` the``: encoding the text on its own would lose it."""
+    tokenizer = Tokenizer.load(pretrained_folder(TEMPLATES["brackets"]))
+    question = "the data sets"
+    text = tokenizer.render_template([{"role": "user", "content": question}], True)
+    assert render_prompt(conversation_from_hops(question), tokenizer, 500, 20) == tokenizer.encode_template(
+        text
+    )
+    assert len(tokenizer.encode(" the")) == 1
+
+
 def test_a_template_that_refuses_or_loses_a_turn_says_so(
     pretrained_folder: Callable[..., Path], chatml: str
 ) -> None:

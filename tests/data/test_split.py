@@ -35,6 +35,14 @@ def test_groups_are_joined_through_others() -> None:
     assert connected_groups([["a"], ["b"], ["a", "c"], ["c"], [], []]) == [[0, 2, 3], [1], [4], [5]]
 
 
+def test_a_long_chain_is_one_group_in_whatever_order() -> None:
+    links = [[n, n + 1] for n in range(64)]
+    for step in (1, 5, 29, 63):
+        chain = [links[n * step % 64] for n in range(64)]
+        assert connected_groups(chain) == [list(range(64))]
+        assert connected_groups([*chain[::-1], [99]])[-1] == [64]
+
+
 def test_a_smaller_subset_is_part_of_a_larger_one() -> None:
     ids = [f"q{i}" for i in range(20)]
     subsets = [set(subset_positions(ids, n)) for n in range(21)]
