@@ -107,7 +107,9 @@ def test_a_sweep_is_checked_in_every_choice() -> None:
 
 
 def test_a_key_added_by_force_is_still_refused() -> None:
-    with pytest.raises(ConfigError, match=r"method\.max_stepz: unknown key; did you mean 'method\.max_steps'"):
+    with pytest.raises(
+        ConfigError, match=r"method\.max_stepz: unknown key; did you mean 'method\.max_steps'"
+    ):
         compose(["+method.max_stepz=3"])
     with pytest.raises(ConfigError, match="unknown key 'metod'; did you mean 'method'"):
         compose(["+metod=3"])
@@ -135,7 +137,9 @@ def test_wrong_types_are_refused(override: str, message: str) -> None:
         compose([override])
 
 
-@pytest.mark.parametrize("target", ["os.system", "subprocess.run", "builtins.eval", "refragkit_evil.x", "torch.load"])
+@pytest.mark.parametrize(
+    "target", ["os.system", "subprocess.run", "builtins.eval", "refragkit_evil.x", "torch.load"]
+)
 def test_targets_outside_the_allow_list_are_refused(target: str) -> None:
     assert not is_allowed(target)
     with pytest.raises(ConfigError, match=r"method\._target_.*not on the allow-list"):
@@ -200,6 +204,10 @@ def test_node_parameters_include_the_multi_hop_loop() -> None:
 
 
 def test_flatten_and_nearest() -> None:
-    assert flatten(OmegaConf.create({"a": {"b": 1, "c": [1, 2]}, "d": None})) == {"a.b": 1, "a.c": "[1, 2]", "d": None}
+    assert flatten(OmegaConf.create({"a": {"b": 1, "c": [1, 2]}, "d": None})) == {
+        "a.b": 1,
+        "a.c": "[1, 2]",
+        "d": None,
+    }
     assert nearest("refragg", ["refrag", "sft"]) == "refrag"
     assert nearest("zzz", ["refrag", "sft"]) is None

@@ -6,6 +6,7 @@ key and every wrong type of the whole configuration is reported at once, with it
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -33,6 +34,9 @@ GROUPS: tuple[str, ...] = (
     "method",
     "experiment",
 )
+
+# Every other key at the root is a parameter of the task.
+ROOT_KEYS: frozenset[str] = frozenset({*GROUPS, "seed", "dry_run", "paths", "choices"})
 
 # Constructor parameters that the composition root passes as built objects; they never stand in a YAML file.
 INJECTED: Mapping[str, frozenset[str]] = {
@@ -264,7 +268,9 @@ def _parameters(target: Callable[..., Any], injected: frozenset[str]) -> dict[st
 def node_parameters(group: str, target: str) -> dict[str, tuple[inspect.Parameter, Any]]:
     """Name -> (parameter, type hint) that the YAML node of a group's target must hold."""
     function = locate(target, group)
-    hinted = function.__init__ if inspect.isclass(function) else function
+    # A dataclass inherits fields whose hints only their own module can resolve.
+    is_plain_class = inspect.isclass(function) and not dataclasses.is_dataclass(function)
+    hinted: Any = function.__init__ if is_plain_class else function
     try:
         hints = typing.get_type_hints(hinted)
     except NameError:  # a hint imported for type checkers only
@@ -316,11 +322,10 @@ def validate(cfg: DictConfig) -> None:
     Raises:
         ConfigError: one line for each unknown key, missing key, wrong type and refused target.
     """
-    problems: list[str] = []
-    known = {*GROUPS, "seed", "dry_run", "paths", "choices"}
-    for key in map(str, cfg):
-        if key not in known:
-            problems.append(f"unknown key '{key}'{_did_you_mean(key, known - {'choices'})}")
+    allowed = _task_parameters(cfg)
+    extra = task_keys(cfg)
+    known = {*ROOT_KEYS, *allowed} - {"choices"}
+    problems = [f"unknown key '{key}'{_did_you_mean(key, known)}" for key in extra if key not in allowed]
     for key, hint in (("seed", int), ("dry_run", bool)):
         if expected := type_problem(cfg.get(key), hint):
             problems.append(f"{key}: expected {expected}, got {cfg.get(key)!r}")
@@ -338,9 +343,24 @@ def validate(cfg: DictConfig) -> None:
         except OmegaConfBaseException as error:
             problems.append(f"{group}: {_one_message(error)}")
             continue
+        if group == "task":
+            values = typing.cast(dict[str, Any], values) | {k: extra[k] for k in extra if k in allowed}
         problems += _node_problems(group, typing.cast(dict[str, Any], values))
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def task_keys(cfg: DictConfig) -> dict[str, Any]:
+    """The root keys that belong to the chosen task, such as ``prompt`` of ``task=generate``."""
+    values = typing.cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
+    return {key: value for key, value in values.items() if key not in ROOT_KEYS}
+
+
+def _task_parameters(cfg: DictConfig) -> set[str]:
+    try:
+        return set(node_parameters("task", cfg.task._target_))
+    except (ConfigError, OmegaConfBaseException, AttributeError):
+        return set()  # the task's own node reports what is wrong
 
 
 def _node_problems(group: str, values: dict[str, Any]) -> list[str]:
@@ -396,6 +416,8 @@ def instantiate(cfg: DictConfig, group: str, **injected: Any) -> Any:
         ConfigError: the target refuses its values.
     """
     values = typing.cast(dict[str, Any], OmegaConf.to_container(cfg[group], resolve=True))
+    if group == "task":
+        values |= task_keys(cfg)
     target = locate(values.pop("_target_"), group)
     own = _parameters(target, frozenset())
     return target(**values, **{k: v for k, v in injected.items() if k in own})

@@ -81,8 +81,18 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The data's tokenizer."""
+        """The tokenizer of ``model.path`` where a trained model is given, else the data's."""
+        from refragkit.data.tokenizer import Tokenizer
+
+        if self.model_path is not None and self.cfg.data.get("tokenizer") is None:
+            return Tokenizer.load(self.model_path)
         return self.data.build_tokenizer(self.cache_dir)
+
+    @property
+    def model_path(self) -> str | None:
+        """``model.path``: the folder of a trained model, or None for random weights."""
+        path: str | None = self.cfg.model.get("path")
+        return path
 
     @cached_property
     def model(self) -> SequenceModel:

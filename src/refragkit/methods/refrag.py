@@ -35,6 +35,8 @@ from refragkit.types import Batch, Question
 
 log = logging.getLogger("refragkit")
 
+_WARN_AFTER_ZERO_STEPS = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refrag(Recipe):
@@ -78,6 +80,7 @@ class RefragModule(MethodModule):
     """Trains on answers weighted by the reward of what the model answered."""
 
     recipe: Refrag
+    _zero_steps = 0
 
     def prepare(self, batch: Batch) -> Prepared:
         """Retrieve, answer, reward, and weight the target answers of a global batch.
@@ -102,10 +105,9 @@ class RefragModule(MethodModule):
         ]
         parts = reward_parts(self.reward, episodes)
         totals = parts["total"]
-        if max(totals) == 0:
-            log.warning(
-                "step %d: every reward of the batch is 0, so it teaches nothing", self.global_step + 1
-            )
+        self._zero_steps = self._zero_steps + 1 if max(totals) == 0 else 0
+        if self._zero_steps == _WARN_AFTER_ZERO_STEPS:
+            log.warning("every reward has been 0 for %d steps; look at samples.jsonl", self._zero_steps)
         # A sampled answer that earned nothing must not be learnt at all; a gold one always deserves a little.
         floor = recipe.weight_floor if recipe.target == "given" else 0.0
         weights = [floor + (1 - floor) * total for total in totals]

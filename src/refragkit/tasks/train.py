@@ -87,7 +87,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
         validation=data.validation,
         n_steps=n_steps,
         seed=run.seed,
-        from_scratch=True,
+        from_scratch=run.model_path is None,
         log_metrics=run.log_metrics,
     )
     module = recipe.module(components)
@@ -165,8 +165,8 @@ def _export(run: Run, model: Any) -> None:
 
 def _log_datasets(run: Run, data: DataModule) -> None:
     name, source = str(run.cfg.choices.data), str(run.cfg.data.path or "bundled sample")
-    run.tracking.log_dataset(name, "training", data.fingerprint, source, len(data.train))
-    run.tracking.log_dataset(name, "validation", data.fingerprint, source, len(data.validation))
+    run.tracking.log_dataset(f"{name}-train", "training", data.fingerprint, source, len(data.train))
+    run.tracking.log_dataset(f"{name}-validation", "validation", data.fingerprint, source, len(data.validation))
     if data.corpus is not None:
         run.tracking.log_dataset(
             f"{name}-corpus", "knowledge base", data.fingerprint, source, len(data.corpus)

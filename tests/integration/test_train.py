@@ -1,0 +1,292 @@
+"""Whole runs in this process: what they write, and what they refuse."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from refragkit import compose, load_model
+from refragkit.config import instantiate
+from refragkit.experiment import run_experiment
+from tests.integration.small import small
+
+METRICS = {
+    "train/loss",
+    "val/loss",
+    "val/f1",
+    "val/em",
+    "val/support_recall",
+    "reward/total",
+    "reward/answer",
+    "reward/relevance",
+    "reward/efficiency",
+}
+TIMES = ("time/", "train/tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("outputs")
+
+
+def run(outputs: Path, name: str, *overrides: str) -> tuple[dict[str, Any], Path]:
+    folder = outputs / name
+    run_experiment(compose(small(outputs, *overrides)), folder, "python run.py ...")
+    return json.loads((folder / "summary.json").read_text()), folder
+
+
+@pytest.fixture(scope="module")
+def refrag(outputs: Path) -> tuple[dict[str, Any], Path]:
+    return run(outputs, "refrag", "method=refrag", "model=hybrid")
+
+
+def test_a_run_writes_what_the_design_says(refrag: tuple[dict[str, Any], Path]) -> None:
+    summary, folder = refrag
+    assert summary["status"] == "finished"
+    assert summary["error"] is None
+    assert {summary[k] for k in ("task", "model", "method", "retriever")} == {
+        "train",
+        "hybrid",
+        "refrag",
+        "bm25",
+    }
+    assert set(summary["metrics"]) >= METRICS
+    assert all(math.isfinite(summary["metrics"][m]) for m in METRICS)
+    assert summary["train_tokens_per_second"] > 0
+    assert summary["peak_rss_bytes"] > 10**8
+    assert summary["trainable_parameters"] == summary["total_parameters"] > 10**5
+    assert summary["mlflow_run_id"]
+    for path in summary["artifacts"].values():
+        assert (folder / path).exists()
+    assert (folder / "train.log").stat().st_size > 0
+    assert (folder / "plots" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_metrics_csv_has_a_row_for_each_step(refrag: tuple[dict[str, Any], Path]) -> None:
+    with (refrag[1] / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2"]
+    assert all(float(row["train/loss"]) > 0 for row in rows)
+    assert rows[0]["val/loss"] == "" and float(rows[1]["val/loss"]) > 0
+
+
+def test_samples_hold_the_hops_and_the_answer_of_each_question(refrag: tuple[dict[str, Any], Path]) -> None:
+    samples = [json.loads(line) for line in (refrag[1] / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    for sample in samples:
+        assert sample["hops"][0]["query"] == sample["question"]
+        assert all(hop["documents"] for hop in sample["hops"])
+        assert set(sample["rewards"]) == {"answer", "relevance", "efficiency", "total"}
+    follow_ups = [hop["query"] for s in samples for hop in s["hops"][1:]]
+    assert follow_ups
+    assert all(query not in {s["question"] for s in samples} for query in follow_ups)
+
+
+def test_mlflow_shows_the_run(outputs: Path, refrag: tuple[dict[str, Any], Path]) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{outputs / 'mlflow.db'}")
+    recorded = client.get_run(refrag[0]["mlflow_run_id"])
+    assert recorded.info.status == "FINISHED"
+    assert recorded.data.params["method.max_hops"] == "3"
+    assert recorded.data.params["choices.model"] == "hybrid"
+    assert set(recorded.data.metrics) >= METRICS
+    assert len(client.get_metric_history(recorded.info.run_id, "train/loss")) == 2
+    uploaded = {a.path for a in client.list_artifacts(recorded.info.run_id)}
+    assert uploaded >= {
+        "config.yaml",
+        "metrics.csv",
+        "samples.jsonl",
+        "plots",
+        "model",
+        "summary.json",
+        "train.log",
+    }
+    contexts = {i.tags[0].value for i in recorded.inputs.dataset_inputs}
+    assert contexts == {"training", "validation", "knowledge base"}
+    traces = client.search_traces(locations=[recorded.info.experiment_id])
+    assert {t.info.trace_metadata["mlflow.sourceRun"] for t in traces} == {recorded.info.run_id}
+
+
+def test_the_exported_model_is_the_trained_one(refrag: tuple[dict[str, Any], Path]) -> None:
+    model = load_model(refrag[1] / "model")
+    checkpoint = torch.load(refrag[1] / "checkpoints" / "last.ckpt", weights_only=True)
+    weights = {k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items()}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    assert checkpoint["global_step"] == 2
+
+
+def test_the_same_seed_gives_the_same_metrics(outputs: Path, refrag: tuple[dict[str, Any], Path]) -> None:
+    again, _ = run(outputs, "again", "method=refrag", "model=hybrid", "tracking=none")
+    other, _ = run(outputs, "other", "method=refrag", "model=hybrid", "tracking=none", "seed=1")
+    kept = {k: v for k, v in refrag[0]["metrics"].items() if not k.startswith(TIMES)}
+    assert kept == {k: v for k, v in again["metrics"].items() if not k.startswith(TIMES)}
+    assert other["metrics"]["train/loss"] != kept["train/loss"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_micro_batch_size_changes_no_gradient(
+    outputs: Path, refrag: tuple[dict[str, Any], Path], accumulation: int
+) -> None:
+    again, folder = run(
+        outputs,
+        f"micro{accumulation}",
+        "method=refrag",
+        "model=hybrid",
+        "tracking=none",
+        f"hardware.micro_batch_size={accumulation}",
+        "hardware.precision=32-true",
+    )
+    for name in ("train/loss", "train/objective", "train/grad_norm", "val/loss"):
+        assert again["metrics"][name] == pytest.approx(refrag[0]["metrics"][name], rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("method=sft", "model=mamba"),
+        ("method=sft", "model=transformer", "retriever=none"),
+        ("method=refrag", "model=rwkv-qwen"),
+        ("method=refrag", "model=hybrid", "method.target=sampled", "method.temperature=1.0"),
+        ("method=refrag", "model=mamba", "retriever=gold"),
+        ("method=lora", "model=rwkv-qwen"),
+        ("method=refrag", "adapter=lora", "adapter.blocks=all", "model=hybrid"),
+    ],
+    ids=" ".join,
+)
+def test_methods_models_and_retrievers_combine(outputs: Path, overrides: tuple[str, ...]) -> None:
+    # The shortest model of each family that has every kind of its blocks.
+    summary, folder = run(outputs, "-".join(overrides).replace("=", "_"), *overrides, "tracking=none")
+    assert summary["status"] == "finished", summary["error"]
+    assert summary["metrics"]["train/loss"] > 0
+    if "lora" in "".join(overrides):
+        assert summary["trainable_parameters"] < summary["total_parameters"] / 2
+        assert (folder / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_training_lowers_the_loss(outputs: Path) -> None:
+    summary, folder = run(
+        outputs,
+        "learns",
+        "method=sft",
+        "model=hybrid",
+        "tracking=none",
+        "data.max_train_questions=4",
+        "method.max_steps=12",
+        "method.epochs=20",
+        "method.max_seq_len=128",
+        "method.eval_every=6",
+    )
+    with (folder / "metrics.csv").open() as file:
+        losses = [float(row["train/loss"]) for row in csv.DictReader(file)]
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("method=refrag", "model=transformer"), "needs a recurrent block"),
+        (("method=refrag", "retriever=none"), "needs a knowledge base"),
+        (("data.path=/nowhere",), "/nowhere"),
+        (("method.global_batch_size=6", "hardware.micro_batch_size=4"), "not divisible"),
+        (("method.max_seq_len=4", "method.max_new_tokens=4"), "leaves no room"),
+        (("method.epochs=0",), "method.epochs: expected at least 1"),
+        (("method=refrag", "method.weight_floor=1.5"), "method.weight_floor"),
+        (("hardware=gpu",), "no CUDA device"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_can_not_work_is_refused_with_the_reason(
+    tmp_path: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "hardware=gpu" in overrides and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    summary, folder = run(tmp_path, "refused", *overrides, "tracking=none")
+    assert summary["status"] == "failed"
+    assert message in summary["error"]
+    screen = capsys.readouterr()
+    assert "Traceback" not in screen.out + screen.err
+    assert "Traceback" in (folder / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("corpus.jsonl", "", "corpus.jsonl"),
+        ("questions.jsonl", '{"id": "a", "question"\n', "questions.jsonl:1"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, file: str, content: str, message: str) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "corpus.jsonl").write_text('{"id": "p1", "title": "A", "text": "b"}\n')
+    (data / "questions.jsonl").write_text(
+        '{"id": "q1", "question": "a?", "answers": ["b"], "supporting_ids": ["p1"], "hops": 1, "candidate_ids": ["p1"]}\n'
+    )
+    (data / file).write_text(content)
+    summary, _ = run(tmp_path, "broken", f"data.path={data}", "tracking=none")
+    assert summary["status"] == "failed"
+    assert message in summary["error"]
+
+
+def test_a_failed_run_is_failed_in_mlflow(outputs: Path) -> None:
+    from mlflow import MlflowClient
+
+    summary, _ = run(outputs, "failed", "data.path=/nowhere")
+    client = MlflowClient(tracking_uri=f"sqlite:///{outputs / 'mlflow.db'}")
+    assert client.get_run(summary["mlflow_run_id"]).info.status == "FAILED"
+
+
+def test_an_unexpected_error_is_one_line_and_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from refragkit.methods.sft import SFTModule
+
+    def broken(self: object, batch: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(SFTModule, "prepare", broken)
+    summary, folder = run(tmp_path, "bug", "tracking=none")
+    assert summary["error"] == "ZeroDivisionError: a bug"
+    assert "Traceback" not in capsys.readouterr().err
+    assert "ZeroDivisionError" in (folder / "train.log").read_text()
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from refragkit.methods.sft import SFTModule
+
+    def interrupt(self: object, batch: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SFTModule, "prepare", interrupt)
+    summary, _ = run(tmp_path, "interrupted", "tracking=none")
+    assert summary["status"] == "interrupted"
+
+
+def test_dry_run_reports_the_lora_target_of_the_design(
+    outputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary, folder = run(
+        outputs, "dry", "method=lora", "model=rwkv-qwen", "model.size=1.5b", "dry_run=true", "tracking=none"
+    )
+    assert summary["status"] == "finished", summary["error"]
+    assert summary["trainable_parameters"] == 9_232_384
+    assert summary["metrics"]["dry_run/lora_layers"] == 49
+    assert summary["metrics"]["dry_run/memory_bytes"] > 4 * summary["total_parameters"]
+    assert "9,232,384" in capsys.readouterr().out
+    assert not (folder / "checkpoints").exists()
+
+
+def test_number_of_steps() -> None:
+    recipe = instantiate(compose(["method=refrag"]), "method")
+    assert recipe.n_steps(300) == 57  # ceil(3 * 300 / 16)
+    assert recipe.n_steps(1_000_000) == 500
+    assert recipe.n_steps(1) == 1
