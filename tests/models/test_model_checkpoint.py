@@ -63,6 +63,14 @@ def test_saving_twice_replaces_and_a_failure_leaves_nothing_behind(
     assert torch.equal(loaded.head_weight, first.head_weight)
 
 
+def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
+    model = build_from_config(CONFIG)
+    model.blocks[1].mixer.q_proj = torch.nn.Sequential(model.blocks[1].mixer.q_proj)
+    with pytest.raises(CheckpointError, match=r"lacks blocks\.1\.mixer\.q_proj\.weight.*merge the adapter"):
+        refragkit.save_model(model, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 def test_keys_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     refragkit.save_model(build_from_config(CONFIG), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -84,8 +92,9 @@ def test_broken_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is broken"):
         refragkit.load_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
+    with pytest.raises(CheckpointError, match="has no weights"):
         refragkit.load_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(weights)
     config = json.loads((tmp_path / "config.json").read_text())
     for change, message in (
         ({"format_version": 99}, "format_version 99"),

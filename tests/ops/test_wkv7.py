@@ -76,6 +76,15 @@ def test_decays_beyond_rwkv7_are_computed_in_shorter_chunks() -> None:
     assert max(relative_errors(fast, slow)) < 1e-5
 
 
+def test_total_forgetting_and_divergence_pass_through() -> None:
+    tensors = [tensor.detach() for tensor in inputs(9, torch.float32, with_state=True)]
+    tensors[1][:, 4] = -torch.inf
+    fast, slow = wkv7(*tensors), wkv7_reference(*tensors)
+    assert max(relative_errors(list(fast), list(slow))) < 1e-5
+    tensors[1][:, 4] = torch.nan
+    assert wkv7(*tensors)[0].isnan().any()
+
+
 def test_segments_equal_separate_documents_in_value_and_gradient() -> None:
     lengths = [3, 8, 1, 5]  # borders inside chunks of 4 and on them
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).expand(2, -1)

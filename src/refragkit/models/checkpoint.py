@@ -1,21 +1,23 @@
-"""Models on disk: ``config.json`` beside ``model.safetensors``."""
+"""Models on disk: our own folders (``config.json`` beside ``model.safetensors``), and other people's."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from refragkit.errors import CheckpointError, ConfigError
 from refragkit.models.base import SequenceModel
 from refragkit.models.config import ModelConfig
+from refragkit.models.formats import RWKV7_ORIGINAL, Entry, Layout, find_layout, layout_for_export
 from refragkit.models.hybrid import HybridLM
+from refragkit.models.tensors import TensorSource, open_tensors
 
 FORMAT_VERSION = 1
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -29,32 +31,61 @@ class SavesToFolder(Protocol):
         """Write its files."""
 
 
-def save_model(model: SequenceModel, path: str | Path, tokenizer: SavesToFolder | None = None) -> Path:
+def save_model(
+    model: SequenceModel,
+    path: str | Path,
+    tokenizer: SavesToFolder | None = None,
+    *,
+    format: Literal["refragkit", "hf"] = "refragkit",
+) -> Path:
     """Write a model to a folder. Each file appears whole or not at all; tied weights are stored once.
 
     Args:
         model: what to write; its dtype is kept.
         path: the folder; created if absent.
-        tokenizer: saved beside the weights if given.
+        tokenizer: saved beside the weights if given; its ``pad_id`` and ``end_id`` go into a Hugging Face
+            configuration.
+        format: ``refragkit`` for our own, ``hf`` for the Hugging Face layout of the model's family: mamba2, qwen2,
+            llama, rwkv7 (flash-linear-attention's) or rwkv_hybrid (ARWKV's).
 
     Returns:
         The folder.
+
+    Raises:
+        CheckpointError: an unknown format, or a model that no Hugging Face layout holds.
     """
+    if format == "refragkit":
+        entries = _own_entries(model.config)
+        values = {"model_type": _MODEL_TYPE, "format_version": FORMAT_VERSION, **model.config.to_dict()}
+    elif format == "hf":
+        layout, values = layout_for_export(model.config)
+        entries = layout.entries(model.config)
+        values["torch_dtype"] = str(model.head_weight.dtype).removeprefix("torch.")
+        for key, attribute in (("pad_token_id", "pad_id"), ("eos_token_id", "end_id")):
+            values[key] = getattr(tokenizer, attribute, None)
+    else:
+        raise CheckpointError(f"format must be 'refragkit' or 'hf', got {format!r}")
+    weights = model.state_dict()
+    absent = sorted({entry.ours for entry in entries} - set(weights))
+    if absent:
+        raise CheckpointError(
+            f"the model lacks {_listed(absent[:3])}{' and more' if absent[3:] else ''}: it is wrapped or carries an "
+            "adapter; merge the adapter first"
+        )
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:
+        if not (model.config.tie_embeddings and entry.ours == "lm_head.weight"):
+            tensors[entry.theirs] = entry.dump(weights[entry.ours].detach()).contiguous()
+
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if model.config.tie_embeddings and name == "lm_head.weight":
-            continue
-        tensors[name] = tensor.detach().contiguous()
     temporary = folder / f".{_WEIGHTS}.{os.getpid()}.tmp"
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
         temporary.replace(folder / _WEIGHTS)
     finally:
         temporary.unlink(missing_ok=True)
-    config = {"model_type": _MODEL_TYPE, "format_version": FORMAT_VERSION, **model.config.to_dict()}
-    _write_text(folder / _CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _write_text(folder / _CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
     if tokenizer is not None:
         tokenizer.save(folder)
     return folder
@@ -63,87 +94,128 @@ def save_model(model: SequenceModel, path: str | Path, tokenizer: SavesToFolder 
 def load_model(
     path: str | Path, dtype: torch.dtype | str | None = None, device: str = "cpu", quantize: str | None = None
 ) -> SequenceModel:
-    """Read a model from a folder.
+    """Read a model.
 
     Args:
-        path: a folder that :func:`save_model` wrote.
+        path: a folder of ours; a Hugging Face folder with model_type mamba2, qwen2, llama, rwkv7 or rwkv_hybrid; a
+            state-spaces Mamba-2 folder; or an original RWKV-7 ``.pth`` file.
         dtype: of the parameters, a torch dtype or its name; None keeps the stored one.
         device: where to put them.
-        quantize: not available for this format yet; must be None.
+        quantize: not available yet; must be None.
 
     Raises:
-        CheckpointError: no such folder, a broken file, an unknown format, or keys or shapes that don't fit.
+        CheckpointError: nothing there, a broken file, an unknown layout, settings that aren't implemented, or keys
+            or shapes that don't fit (all are listed).
     """
     wanted_dtype = _dtype(dtype)
-    folder = Path(path)
-    config_file = folder / _CONFIG
-    if not config_file.is_file():
-        raise CheckpointError(f"{folder} is not a model folder: it has no {_CONFIG}")
-    try:
-        values: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{config_file} is not JSON: {error}") from error
     if quantize is not None:
         raise CheckpointError(f"quantize={quantize!r} is not available; leave it null")
-    return _load_own(folder, values, wanted_dtype, device)
+    location = Path(path)
+    values: dict[str, Any] = {}
+    layout: Layout | None = None
+    if location.is_file():
+        if location.suffix not in (".pth", ".pt"):
+            raise CheckpointError(f"{location} is neither a model folder nor an RWKV-7 .pth file")
+        layout = RWKV7_ORIGINAL
+    else:
+        values = _read_config(location)
+        if values.get("model_type") != _MODEL_TYPE:
+            layout = find_layout(values)
+            if layout is None:
+                raise CheckpointError(
+                    f"{location / _CONFIG}: model_type {values.get('model_type')!r} is not known; known are "
+                    f"{_MODEL_TYPE}, mamba2, qwen2, llama, rwkv7, rwkv_hybrid and state-spaces' Mamba-2"
+                )
+    source = open_tensors(location)
+    try:
+        if layout is None:
+            config = _own_config(values)
+            entries, head, unused = _own_entries(config), "lm_head.weight", r"(?!)"
+        else:
+            config = layout.read_config(values, source.shapes)
+            entries, head, unused = layout.entries(config), layout.head, layout.unused
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{location}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{location}: a value or shape of the wrong kind: {error}") from error
+    return _assemble(config, entries, source, head, unused, wanted_dtype, device)
 
 
-def _load_own(folder: Path, values: dict[str, Any], dtype: torch.dtype | None, device: str) -> HybridLM:
-    values = dict(values)
-    if values.pop("model_type", None) != _MODEL_TYPE:
-        raise CheckpointError(f"{folder / _CONFIG}: expected model_type {_MODEL_TYPE!r}")
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / _CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"{folder} is not a model folder: it has no {_CONFIG}")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} must hold an object, got {type(values).__name__}")
+    return values
+
+
+def _own_config(values: dict[str, Any]) -> ModelConfig:
+    values = {key: value for key, value in values.items() if key != "model_type"}
     version = values.pop("format_version", None)
     if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{folder / _CONFIG}: format_version {version!r}; this version of refragkit reads {FORMAT_VERSION}"
-        )
-    try:
-        config = ModelConfig.from_dict(values)
-    except ConfigError as error:
-        raise CheckpointError(f"{folder / _CONFIG}: {error}") from error
-    tensors: dict[str, Tensor] = {}
-    weights = folder / _WEIGHTS
-    if not weights.is_file():
-        raise CheckpointError(f"{folder} has no {_WEIGHTS}")
-    try:
-        with safe_open(weights, framework="pt", device=device) as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                tensor = file.get_tensor(name)
-                # A copy of its own: it doesn't hang on the mapped file, and its alignment (which decides the
-                # order of summation in matrix products) is that of a tensor that was never on disk
-                tensors[name] = tensor.to(tensor.dtype if dtype is None else dtype, copy=True)
-    except SafetensorError as error:
-        raise CheckpointError(f"{weights} is broken: {error}") from error
-    return assemble(config, tensors, source=str(weights))
+        raise CheckpointError(f"format_version {version!r}; this version of refragkit reads {FORMAT_VERSION}")
+    return ModelConfig.from_dict(values)
 
 
-def assemble(config: ModelConfig, tensors: dict[str, Tensor], source: str) -> HybridLM:
-    """Make a model of tensors under our names, without initialising anything first.
+def _own_entries(config: ModelConfig) -> list[Entry]:
+    return [Entry(name, name) for name in _empty_model(config).state_dict()]
 
-    Raises:
-        CheckpointError: unknown or missing keys, or shapes that don't fit; all are listed.
-    """
+
+def _empty_model(config: ModelConfig) -> HybridLM:
     with torch.device("meta"):
-        model = HybridLM(config)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        return HybridLM(config)
+
+
+def _assemble(
+    config: ModelConfig,
+    entries: list[Entry],
+    source: TensorSource,
+    head: str,
+    unused: str,
+    dtype: torch.dtype | None,
+    device: str,
+) -> HybridLM:
+    """Make a model of a source's tensors, one at a time, without initialising anything first."""
+    model = _empty_model(config)
+    expected = model.state_dict()
+    table = {entry.theirs: entry for entry in entries}
     if config.tie_embeddings:
-        expected.pop("lm_head.weight")
-    missing = sorted(set(expected) - set(tensors))
-    unknown = sorted(set(tensors) - set(expected))
+        table.pop(head)
+    shapes = source.shapes
+    missing = sorted(set(table) - set(shapes))
+    unknown = sorted(set(shapes) - set(table) - {head if config.tie_embeddings else ""})
+    unknown = [name for name in unknown if not re.fullmatch(unused, name)]
     wrong = [
-        f"{name} {tuple(tensors[name].shape)} instead of {tuple(shape)}"
-        for name, shape in expected.items()
-        if name in tensors and tensors[name].shape != shape
+        f"{name} {shapes[name]} instead of {tuple(expected[entry.ours].shape)}"
+        for name, entry in table.items()
+        if name in shapes and entry.shape(shapes[name]) != tuple(expected[entry.ours].shape)
     ]
     if missing or unknown or wrong:
         raise CheckpointError(
-            f"{source} does not fit its configuration. Missing: {_listed(missing)}. Unknown: {_listed(unknown)}. "
-            f"Wrong shape: {_listed(wrong)}."
+            f"{source.description} does not fit its configuration. Missing: {_listed(missing)}. "
+            f"Unknown: {_listed(unknown)}. Wrong shape: {_listed(wrong)}."
         )
+    tensors: dict[str, Tensor] = {}
+    for name, entry in table.items():
+        tensor = entry.load(source.read(name))
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{source.description}: {name} is {tensor.dtype}, expected floating point")
+        # A copy of its own: it doesn't hang on the mapped file, and its layout in memory (which decides the order
+        # of summation in matrix products) is that of a tensor that was never on disk
+        copied = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+        tensors[entry.ours] = copied.copy_(tensor)
+    if config.tie_embeddings and head in shapes:
+        stored = source.read(head).to(device=device, dtype=tensors["embed_tokens.weight"].dtype)
+        if not torch.equal(stored, tensors["embed_tokens.weight"]):
+            raise CheckpointError(
+                f"{source.description}: the configuration ties the head to the embedding, but {head} differs from it"
+            )
     model.load_state_dict(tensors, strict=False, assign=True)
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            parameter.requires_grad_(True)
     model.tie_weights()
     return model
 

@@ -12,6 +12,44 @@ from refragkit.errors import ConfigError
 BLOCK_KINDS: dict[str, str] = {"T": "attention", "M": "Mamba-2", "R": "RWKV-7 time mix"}
 
 
+# Needed and optional parameters of the rotary context extensions that are implemented
+_ROPE_PARAMETERS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
+    "yarn": (
+        {"factor", "original_max_position_embeddings"},
+        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    ),
+}
+
+
+def rope_type(scaling: Mapping[str, Any] | None) -> str:
+    """Name of a ``rope_scaling``; ``type`` is its name in older configurations."""
+    return "default" if scaling is None else str(scaling.get("rope_type", scaling.get("type", "default")))
+
+
+def check_rope_scaling(scaling: Mapping[str, Any] | None) -> None:
+    """Refuse what would otherwise be computed wrongly.
+
+    Raises:
+        ConfigError: an extension that is not implemented, or parameters that it lacks or doesn't know.
+    """
+    if scaling is None:
+        return
+    kind = rope_type(scaling)
+    if kind not in _ROPE_PARAMETERS:
+        raise ConfigError(
+            f"model.rope_scaling: rope_type {kind!r} is not implemented; implemented are "
+            f"{', '.join(_ROPE_PARAMETERS)}"
+        )
+    needed, optional = _ROPE_PARAMETERS[kind]
+    given = {key for key, value in scaling.items() if value is not None} - {"rope_type", "type"}
+    missing, unknown = sorted(needed - given), sorted(given - needed - optional)
+    if missing or unknown:
+        raise ConfigError(f"model.rope_scaling of type {kind!r}: missing {missing}, not understood {unknown}")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything that fixes a model's tensors and arithmetic.
@@ -27,6 +65,7 @@ class ModelConfig:
         o_bias: bias on o_proj.
         rope_theta: base of the rotary frequencies.
         rope_scaling: Hugging Face's ``rope_scaling`` (``{"rope_type": ..., ...}``), or None.
+        max_positions: context length that the model was made for; recorded, not enforced.
         mlp: ``swiglu``, ``channel_mix`` (RWKV's, with a token shift; only where all blocks are R) or ``none``.
         d_ff: inner width of the MLP.
         mlp_bias: biases on the MLP's projections.
@@ -43,6 +82,7 @@ class ModelConfig:
         decay_rank, iclr_rank, value_rank, gate_rank: inner widths of R blocks' low-rank maps.
         wkv_gate: output gate of R blocks: ``sigmoid`` (g = sigmoid(x g1) g2), ``one_plus`` (1 + g) or ``none``.
         wkv_group_norm: normalise R heads before the output projection.
+        wkv_norm_eps: added to the variance there.
         norm: ``rms`` or ``layer``.
         norm_eps: added to the variance in every norm of the residual stream.
         embedding_norm: a LayerNorm on the embeddings (RWKV's ln0).
@@ -59,6 +99,7 @@ class ModelConfig:
     o_bias: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: Mapping[str, Any] | None = None
+    max_positions: int | None = None
     mlp: Literal["swiglu", "channel_mix", "none"] = "swiglu"
     d_ff: int = 0
     mlp_bias: bool = False
@@ -78,6 +119,7 @@ class ModelConfig:
     gate_rank: int = 128
     wkv_gate: Literal["sigmoid", "one_plus", "none"] = "sigmoid"
     wkv_group_norm: bool = True
+    wkv_norm_eps: float = 64e-5
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     embedding_norm: bool = False
@@ -96,6 +138,7 @@ class ModelConfig:
             self._positive("n_heads", "n_kv_heads", "head_dim")
             self._multiple("n_heads", self.n_heads, "n_kv_heads", self.n_kv_heads)
             self._multiple("head_dim", self.head_dim, "2 (rotary pairs)", 2)
+            check_rope_scaling(self.rope_scaling)
         if "M" in self.block_pattern:
             self._positive("d_state", "ssm_head_dim", "ssm_expand", "d_conv", "n_groups", "ssm_norm_groups")
             self._multiple("ssm_expand * d_model", self.d_inner, "ssm_head_dim", self.ssm_head_dim)

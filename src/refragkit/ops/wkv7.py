@@ -24,6 +24,8 @@ Differs: tokens with ``log_decay = k = a = 0`` leave the state untouched, which 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -31,6 +33,8 @@ from torch.nn import functional
 CHUNK_TOKENS = 32
 # exp() of half a chunk's decay must stay far inside float32 (and its products too): e^30 ~ 1e13.
 _MAX_HALF_EXPONENT = 30.0
+# A channel that keeps e^-60 of itself keeps nothing, in any precision.
+_STRONGEST = -60.0
 
 
 def wkv7(
@@ -76,6 +80,7 @@ def wkv7(
         if r.shape[1] == 1:
             out, state = _step(r, log_decay, k, v, a, b, state)
         else:
+            log_decay = log_decay.clamp(min=_STRONGEST)
             Q = _chunk_length(log_decay, min(chunk_tokens, r.shape[1]))
             out, state = _chunked(r, log_decay, k, v, a, b, state, segment_ids, Q)
     return out.to(out_dtype), state
@@ -138,6 +143,8 @@ def _chunk_length(log_decay: Tensor, longest: int) -> int:
     if log_decay.is_meta:
         return longest
     strongest = -float(log_decay.detach().amin())
+    if math.isnan(strongest):  # a run that has diverged shows it in its loss, not here
+        return longest
     return max(1, min(longest, int(2 * _MAX_HALF_EXPONENT / max(strongest, 1e-6))))
 
 

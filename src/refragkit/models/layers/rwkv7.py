@@ -98,7 +98,7 @@ class RWKV7TimeMix(nn.Module):
             self.gate = LowRank(width, config.gate_rank, "sigmoid", bias=False)
         self.ln_x = None
         if config.wkv_group_norm:
-            self.ln_x = nn.GroupNorm(self.n_heads, width, eps=self.head_dim * 1e-5)
+            self.ln_x = nn.GroupNorm(self.n_heads, width, eps=config.wkv_norm_eps)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
