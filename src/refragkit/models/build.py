@@ -10,8 +10,10 @@ import torch
 
 from refragkit.errors import ConfigError
 from refragkit.models.base import SequenceModel
+from refragkit.models.checkpoint import load_model
 from refragkit.models.config import SIZES, ModelConfig
 from refragkit.models.hybrid import HybridLM
+from refragkit.models.location import model_location
 
 
 def build_model(
@@ -28,6 +30,7 @@ def build_model(
     Raises:
         ConfigError: an unknown target, argument or size, values that don't fit together, no vocabulary size at all,
             or one that is smaller than the tokenizer's.
+        CheckpointError: ``path`` is set and there is no model that can be read.
     """
     arguments = {str(key): _plain(value) for key, value in dict(cfg).items()}
     target = str(arguments.pop("_target_", ""))
@@ -38,14 +41,15 @@ def build_model(
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"model._target_: there is no {target!r} ({error})") from error
+    path = arguments.get("path")
     fixed = arguments.get("vocab_size")
-    if fixed is None:
+    if fixed is None and path is None:
         fixed = (
             SIZES.get(function_name.replace("_", "-"), {})
             .get(str(arguments.get("size")), {})
             .get("vocab_size")
         )
-    if fixed is None:
+    if path is not None or fixed is None:
         arguments["vocab_size"] = vocab_size
     elif vocab_size is not None and fixed < vocab_size:
         raise ConfigError(
@@ -53,9 +57,16 @@ def build_model(
             f"embedding. Set model.vocab_size to at least {vocab_size}, or choose the tokenizer that belongs to it."
         )
     try:
-        return cast(SequenceModel, function(**arguments, seed=seed, device=device))
+        model = cast(SequenceModel, function(**arguments, seed=seed, device=device))
     except TypeError as error:
         raise ConfigError(f"model: {target} does not take these arguments: {error}") from error
+    if path is not None and vocab_size is not None and model.vocab_size < vocab_size:
+        raise ConfigError(
+            f"model.path: {path} has a vocabulary of {model.vocab_size}, but the tokenizer has {vocab_size} entries:"
+            " ids would fall outside the embedding. Choose the tokenizer that belongs to the model"
+            " (data.tokenizer=null takes the one in its folder)."
+        )
+    return model
 
 
 def build_from_config(
@@ -73,6 +84,7 @@ def build_from_config(
 
 
 def mamba(
+    path: str | None = None,
     size: str = "tiny",
     vocab_size: int | None = None,
     n_layers: int | None = None,
@@ -88,6 +100,7 @@ def mamba(
     """A pure Mamba-2 stack. None means "what ``size`` says".
 
     Args:
+        path: a trained model to load: its architecture is its own, and every size below is ignored.
         size: a key of ``SIZES["mamba"]``; 130m to 2.7b are the released shapes.
         vocab_size: rows of the embedding.
         n_layers: blocks.
@@ -103,6 +116,7 @@ def mamba(
     return _build(
         "mamba",
         size,
+        path,
         seed,
         device,
         gradient_checkpointing,
@@ -117,6 +131,7 @@ def mamba(
 
 
 def hybrid(
+    path: str | None = None,
     size: str = "tiny",
     vocab_size: int | None = None,
     block_pattern: str | None = None,
@@ -138,6 +153,7 @@ def hybrid(
     """Attention and Mamba-2 blocks (or any pattern of T, M and R), each with a SwiGLU. None means "what ``size`` says".
 
     Args:
+        path: a trained model to load: its architecture is its own, and every size below is ignored.
         size: a key of ``SIZES["hybrid"]``.
         vocab_size: rows of the embedding.
         block_pattern: one letter per block.
@@ -159,6 +175,7 @@ def hybrid(
     return _build(
         "hybrid",
         size,
+        path,
         seed,
         device,
         gradient_checkpointing,
@@ -179,6 +196,7 @@ def hybrid(
 
 
 def rwkv_qwen(
+    path: str | None = None,
     size: str = "tiny",
     vocab_size: int | None = None,
     block_pattern: str | None = None,
@@ -201,6 +219,7 @@ def rwkv_qwen(
     None means "what ``size`` says".
 
     Args:
+        path: a trained model to load: its architecture is its own, and every size below is ignored.
         size: a key of ``SIZES["rwkv-qwen"]``; 1.5b has the dimensions and vocabulary of Qwen2.5-1.5B.
         vocab_size: rows of the embedding.
         block_pattern: one letter per block.
@@ -221,6 +240,7 @@ def rwkv_qwen(
     return _build(
         "rwkv-qwen",
         size,
+        path,
         seed,
         device,
         gradient_checkpointing,
@@ -240,6 +260,7 @@ def rwkv_qwen(
 
 
 def transformer(
+    path: str | None = None,
     size: str = "tiny",
     vocab_size: int | None = None,
     n_layers: int | None = None,
@@ -258,6 +279,7 @@ def transformer(
     """Attention only, the control. None means "what ``size`` says".
 
     Args:
+        path: a trained model to load: its architecture is its own, and every size below is ignored.
         size: a key of ``SIZES["transformer"]``; 1.5b has the dimensions and vocabulary of Qwen2.5-1.5B.
         vocab_size: rows of the embedding.
         n_layers: blocks.
@@ -276,6 +298,7 @@ def transformer(
     return _build(
         "transformer",
         size,
+        path,
         seed,
         device,
         gradient_checkpointing,
@@ -293,8 +316,18 @@ def transformer(
 
 
 def _build(
-    family: str, size: str, seed: int, device: str, gradient_checkpointing: bool, **overrides: Any
+    family: str,
+    size: str,
+    path: str | None,
+    seed: int,
+    device: str,
+    gradient_checkpointing: bool,
+    **overrides: Any,
 ) -> SequenceModel:
+    if path is not None:
+        model = load_model(model_location(path), device=device)
+        model.gradient_checkpointing = gradient_checkpointing
+        return model
     sizes = SIZES[family]
     if size not in sizes:
         raise ConfigError(f"model.size={size} is not a size of {family}; sizes are {', '.join(sizes)}")
