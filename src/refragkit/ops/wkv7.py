@@ -209,10 +209,10 @@ def _chunked(
 
     # One product gives all four [Q, Q] blocks: rows (a', r') times columns (b', k')
     pairs = torch.cat([a_in, r_in], dim=-2) @ torch.cat([b_in, k_in], dim=-2).transpose(-1, -2)
-    a_b = pairs[..., :Q, :Q].masked_fill(~before, 0)
-    a_k = pairs[..., :Q, Q:].masked_fill(~before, 0)
-    r_b = pairs[..., Q:, :Q].masked_fill(~upto, 0)
-    r_k = pairs[..., Q:, Q:].masked_fill(~upto, 0)
+    mask = torch.cat([before, upto], dim=-2)
+    to_b, to_k = pairs.split(Q, dim=-1)
+    a_b, r_b = to_b.masked_fill(~mask, 0).split(Q, dim=-2)
+    a_k, r_k = to_k.masked_fill(~mask, 0).split(Q, dim=-2)
 
     a_0 = a_in * from_start
     r_0 = r_in * from_start
