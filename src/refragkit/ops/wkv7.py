@@ -210,9 +210,9 @@ def _chunked(
     # One product gives all four [Q, Q] blocks: rows (a', r') times columns (b', k')
     pairs = torch.cat([a_in, r_in], dim=-2) @ torch.cat([b_in, k_in], dim=-2).transpose(-1, -2)
     mask = torch.cat([before, upto], dim=-2)
-    to_b, to_k = pairs.split(Q, dim=-1)
-    a_b, r_b = to_b.masked_fill(~mask, 0).split(Q, dim=-2)
-    a_k, r_k = to_k.masked_fill(~mask, 0).split(Q, dim=-2)
+    to_b, to_k = torch.split(pairs, Q, dim=-1)
+    a_b, r_b = torch.split(to_b.masked_fill(~mask, 0), Q, dim=-2)
+    a_k, r_k = torch.split(to_k.masked_fill(~mask, 0), Q, dim=-2)
 
     a_0 = a_in * from_start
     r_0 = r_in * from_start
