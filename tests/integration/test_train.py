@@ -136,7 +136,7 @@ def test_the_same_seed_gives_the_same_metrics(outputs: Path, refrag: tuple[dict[
 def test_the_micro_batch_size_changes_no_gradient(
     outputs: Path, refrag: tuple[dict[str, Any], Path], accumulation: int
 ) -> None:
-    again, folder = run(
+    again, _ = run(
         outputs,
         f"micro{accumulation}",
         "method=refrag",
@@ -173,7 +173,7 @@ def test_methods_models_and_retrievers_combine(outputs: Path, overrides: tuple[s
 
 
 def test_training_lowers_the_loss(outputs: Path) -> None:
-    summary, folder = run(
+    _, folder = run(
         outputs,
         "learns",
         "method=sft",
@@ -228,9 +228,8 @@ def test_broken_files_are_named(tmp_path: Path, file: str, content: str, message
     data = tmp_path / "data"
     data.mkdir()
     (data / "corpus.jsonl").write_text('{"id": "p1", "title": "A", "text": "b"}\n')
-    (data / "questions.jsonl").write_text(
-        '{"id": "q1", "question": "a?", "answers": ["b"], "supporting_ids": ["p1"], "hops": 1, "candidate_ids": ["p1"]}\n'
-    )
+    question = {"id": "q1", "question": "a?", "answers": ["b"], "supporting_ids": ["p1"], "hops": 1}
+    (data / "questions.jsonl").write_text(json.dumps({**question, "candidate_ids": ["p1"]}) + "\n")
     (data / file).write_text(content)
     summary, _ = run(tmp_path, "broken", f"data.path={data}", "tracking=none")
     assert summary["status"] == "failed"
