@@ -299,3 +299,59 @@ def test_joined_states_are_the_rows_of_a_batch(mixed: SequenceModel) -> None:
             alone = mixed(step[row : row + 1], state=state).logits
             torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-4, atol=1e-4)
     assert concatenate_states(states[:1]) is states[0]
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_listener_hears_every_token_in_order(mixed: SequenceModel, with_state: bool) -> None:
+    config = GenerationConfig(max_new_tokens=8, temperature=1.0, stop_ids=(6, 17, 25))
+    heard: dict[tuple[int, int], list[int]] = {}
+
+    def hear(prompt: int, sample: int, token_id: int) -> bool:
+        heard.setdefault((prompt, sample), []).append(token_id)
+        return False
+
+    options: dict[str, Any] = {"pad_id": PAD, "seed": 7, "num_samples": 3, "on_token": hear}
+    if with_state:
+        results = generate_with_state(mixed, PROMPTS, config, **options).completions
+    else:
+        results = generate(mixed, PROMPTS, config, **options)
+    assert results == generate(mixed, PROMPTS, config, pad_id=PAD, seed=7, num_samples=3)
+    assert heard == {
+        (i, j): list(completion.token_ids)
+        for i, row in enumerate(results)
+        for j, completion in enumerate(row)
+    }
+
+
+def test_a_listener_ends_its_completion_and_no_other(mixed: SequenceModel) -> None:
+    config = GenerationConfig(max_new_tokens=8, temperature=1.0, stop_ids=(6, 17, 25))
+    options: dict[str, Any] = {"pad_id": PAD, "seed": 7, "num_samples": 2}
+    whole = generate(mixed, PROMPTS, config, **options)
+    count = {(i, j): 0 for i in range(len(PROMPTS)) for j in range(2)}
+
+    def after_two(prompt: int, sample: int, token_id: int) -> bool:
+        count[prompt, sample] += 1
+        return prompt != 1 and count[prompt, sample] == 2
+
+    generated = generate_with_state(mixed, PROMPTS, config, on_token=after_two, **options)
+    texts = []
+    for i, (row, long) in enumerate(zip(generated.completions, whole, strict=True)):
+        for completion, other in zip(row, long, strict=True):
+            n = len(other.token_ids) if i == 1 else 2
+            assert completion.token_ids == other.token_ids[:n]
+            # Where a stop token comes at the same time, it is what ended the row.
+            stopped = completion.token_ids[-1] in config.stop_ids
+            assert completion.finished == stopped
+            assert completion.interrupted == (i != 1 and len(completion.token_ids) == 2 and not stopped)
+            texts.append([*PROMPTS[i], *completion.token_ids])
+    # The state has read exactly what was generated.
+    hop = GenerationConfig(max_new_tokens=3)
+    continued = generate(mixed, [[1]] * len(texts), hop, pad_id=PAD, state=generated.state)
+    assert _tokens(continued) == _tokens(generate(mixed, [[*text, 1] for text in texts], hop, pad_id=PAD))
+
+
+def test_greedy_samples_are_heard_once(mixed: SequenceModel) -> None:
+    heard = []
+    config = GenerationConfig(max_new_tokens=3)
+    generate(mixed, PROMPTS[:1], config, pad_id=PAD, num_samples=4, on_token=lambda *a: bool(heard.append(a)))
+    assert [(prompt, sample) for prompt, sample, _ in heard] == [(0, 0)] * 3

@@ -180,6 +180,38 @@ def render_prompt(
     return rendered.input_ids
 
 
+def render_follow_up(conversation: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What follows an answer that a model has just given, up to the header of its next one.
+
+    For a model that keeps its state, and so has read everything up to the answer.
+
+    Args:
+        conversation: turns in order; those behind the last assistant turn are new. Nothing is cut.
+        tokenizer: as for `render`.
+
+    Returns:
+        The ids that close the answer (its end token, which the model may have written itself), and those of the
+        new turns with the assistant header. Prompt, answer, closing and new turns together are what
+        `render_prompt` gives for the whole conversation, unless a chat template writes earlier turns
+        differently once there are later ones.
+
+    Raises:
+        ValueError: no assistant turn, or nothing behind it.
+    """
+    pieces = _prompt_pieces(conversation.messages, tokenizer)
+    last = max((i for i, piece in enumerate(pieces) if piece.supervised), default=-1)
+    if last < 0 or conversation.messages[-1].role == "assistant":
+        raise ValueError("a follow-up needs an assistant turn with at least one turn behind it")
+    first = last
+    while first > 0 and pieces[first - 1].supervised:
+        first -= 1
+    answer = next(m for m in reversed(conversation.messages) if m.role == "assistant")
+    closing = [t for piece in pieces[first : last + 1] for t in piece.ids][
+        len(tokenizer.encode(answer.content)) :
+    ]
+    return closing, [t for piece in pieces[last + 1 :] for t in piece.ids]
+
+
 def render_all(
     conversations: Iterable[Conversation],
     tokenizer: Tokenizer,

@@ -1,4 +1,4 @@
-"""Strict JSON Lines: every problem is reported with its file and line, a few at once.
+"""JSON Lines, read strictly: every problem is reported with its file and line, a few at once.
 
 Harmless habits of editors are accepted: a UTF-8 byte order mark, CRLF line ends, blank lines at the end.
 Everything else that is not one JSON object a line is refused.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -232,3 +232,9 @@ def read_jsonl(path: str | Path, what: str, parse: Callable[[Record], tuple[str,
     if not values:
         raise DataError(f"{file}: expected {what}, one JSON object a line, but the file is empty")
     return values
+
+
+def append_jsonl(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Append records, one JSON object a line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

@@ -12,7 +12,7 @@ to the next call with the new tokens only (the next hop's documents), and nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,6 +24,10 @@ from refragkit.generation.concatenate import concatenate_states
 from refragkit.generation.sampling import RowGenerator, choose_tokens, token_logprobs
 from refragkit.models.base import SequenceModel
 from refragkit.models.state import ModelState
+
+TokenListener = Callable[[int, int, int], bool]
+"""Called as ``listener(prompt, sample, token_id)`` for each token as it is chosen, in order for each completion.
+What it returns says whether that completion ends here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Completion:
     Attributes:
         token_ids: the generated tokens, the stop token included where one was seen.
         finished: whether a stop token ended it; False where it ran out of ``max_new_tokens``.
+        interrupted: whether the listener ended it, at a stop string for example, and no stop token did.
         logprobs: natural log-probability of each token under the model itself (temperature 1, nothing cut
             off); None where not asked for.
     """
@@ -73,6 +78,7 @@ class Completion:
     token_ids: tuple[int, ...]
     finished: bool
     logprobs: tuple[float, ...] | None = None
+    interrupted: bool = False
 
     @property
     def content_ids(self) -> tuple[int, ...]:
@@ -98,10 +104,13 @@ class Generated:
 class _Row:
     """A completion in the making."""
 
+    prompt: int
+    sample: int
     generator: RowGenerator
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
+    interrupted: bool = False
 
 
 def generate(
@@ -115,6 +124,7 @@ def generate(
     state: ModelState | None = None,
     return_logprobs: bool = False,
     max_batch_tokens: int | None = None,
+    on_token: TokenListener | None = None,
 ) -> list[list[Completion]]:
     """Continues each prompt ``num_samples`` times, in eval mode and without gradients.
 
@@ -129,6 +139,8 @@ def generate(
         return_logprobs: also record the log-probability of each generated token.
         max_batch_tokens: read the prompts in groups of at most this many tokens, padding included, which
             bounds the memory for activations; a longer prompt is read in pieces. None reads all at once.
+        on_token: hears of every token, stop tokens included, as soon as it is chosen, and may end a completion.
+            Greedy samples are decoded once: only sample 0 is heard of.
 
     Returns:
         ``[prompt][sample]``.
@@ -150,6 +162,7 @@ def generate(
             state=state,
             return_logprobs=return_logprobs,
             max_batch_tokens=max_batch_tokens,
+            on_token=on_token,
             keep_state=False,
         )
     return completions
@@ -166,6 +179,7 @@ def generate_with_state(
     state: ModelState | None = None,
     return_logprobs: bool = False,
     max_batch_tokens: int | None = None,
+    on_token: TokenListener | None = None,
 ) -> Generated:
     """The same as ``generate``, and the state after the last token of each completion.
 
@@ -183,6 +197,7 @@ def generate_with_state(
             state=state,
             return_logprobs=return_logprobs,
             max_batch_tokens=max_batch_tokens,
+            on_token=on_token,
             keep_state=True,
         )
     if final is None:
@@ -201,6 +216,7 @@ def _generate(
     state: ModelState | None,
     return_logprobs: bool,
     max_batch_tokens: int | None,
+    on_token: TokenListener | None,
     keep_state: bool,
 ) -> tuple[list[list[Completion]], ModelState | None]:
     """Checks the arguments, reads the prompts, forks, decodes, and groups the rows by prompt."""
@@ -219,19 +235,26 @@ def _generate(
     # Greedy samples of one prompt are the same: decode one.
     forks = 1 if config.temperature == 0 else num_samples
     rows = [
-        _Row(RowGenerator(seed, prompt, sample)) for prompt in range(len(prompts)) for sample in range(forks)
+        _Row(prompt, sample, RowGenerator(seed, prompt, sample))
+        for prompt in range(len(prompts))
+        for sample in range(forks)
     ]
     final: ModelState | None = None
     if config.max_new_tokens > 0 or keep_state:
         logits, read = _prefill(model, prompts, state, pad_id, max_batch_tokens)
         if forks > 1:
             logits, read = logits.repeat_interleave(forks, dim=0), read.expand(forks)
-        final = _decode(model, rows, logits, read, config, return_logprobs, keep_state)
+        final = _decode(model, rows, logits, read, config, return_logprobs, on_token, keep_state)
         if final is not None and forks < num_samples:
             final = final.expand(num_samples)
 
     completions = [
-        Completion(tuple(row.token_ids), row.finished, tuple(row.logprobs) if return_logprobs else None)
+        Completion(
+            tuple(row.token_ids),
+            row.finished,
+            tuple(row.logprobs) if return_logprobs else None,
+            row.interrupted,
+        )
         for row in rows
     ]
     grouped = [completions[i * forks : (i + 1) * forks] * (num_samples // forks) for i in range(len(prompts))]
@@ -298,6 +321,7 @@ def _decode(
     state: ModelState,
     config: GenerationConfig,
     return_logprobs: bool,
+    on_token: TokenListener | None,
     keep_state: bool,
 ) -> ModelState | None:
     """Generates into ``rows``; returns their final states, in order, if they are to be kept."""
@@ -315,9 +339,11 @@ def _decode(
             row = rows[active[position]]
             row.token_ids.append(token)
             row.finished = token in stop_ids
+            if on_token is not None:
+                row.interrupted = on_token(row.prompt, row.sample, token) and not row.finished
             if logprobs is not None:
                 row.logprobs.append(logprobs[position])
-            (leaving if row.finished or last else staying).append(position)
+            (leaving if row.finished or row.interrupted or last else staying).append(position)
         if not keep_state:
             # A finished row's last token needs not be read: it leaves before the step.
             if not staying:

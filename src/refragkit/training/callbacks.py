@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
+from refragkit.data.jsonl import append_jsonl
 from refragkit.methods.base import MethodModule
 
 if TYPE_CHECKING:
@@ -130,12 +130,6 @@ def save_checkpoint(trainer: pl.Trainer, path: Path) -> None:
     trainer.save_checkpoint(temporary)
     if trainer.is_global_zero:
         temporary.replace(path)
-
-
-def append_jsonl(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Append records, one JSON object a line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def write_metrics_csv(path: Path, history: Sequence[Mapping[str, float]]) -> None:

@@ -1,0 +1,59 @@
+"""What a model that keeps its state reads between two answers, against the rendering of the whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from refragkit.data.conversation import render_follow_up, render_prompt
+from refragkit.data.tokenizer import Tokenizer
+from refragkit.types import Conversation, Document, Hit, Message
+
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TURNS = [
+    Message("system", "Be short."),
+    Message("user", "Who wrote <|end|> it?"),
+    Message("assistant", "She did."),
+    Message("user", "When?"),
+    Message("retrieval", hop=1, query="when", documents=(Hit(Document("a", "A", "In 1900."), 1.0),)),
+    Message("assistant", "In 1900, <|im_end|> she says."),
+    Message("user", " And where? "),
+]
+
+
+@pytest.fixture(params=["special", "chatml", "default system"])
+def either(
+    request: pytest.FixtureRequest,
+    tokenizer: Tokenizer,
+    chat_tokenizer: Tokenizer,
+    pretrained_folder: Callable[..., Path],
+) -> Tokenizer:
+    if request.param == "default system":
+        return Tokenizer.load(pretrained_folder(DEFAULT_SYSTEM))
+    return tokenizer if request.param == "special" else chat_tokenizer
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_prompt_answer_closing_and_opening_are_the_whole_conversation(either: Tokenizer, first: int) -> None:
+    turns = TURNS[first:]
+    answers = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
+    read = render_prompt(Conversation("c", tuple(turns[: answers[0]])), either, 10_000, 0)
+    for i, at in enumerate(answers):
+        end = answers[i + 1] if i + 1 < len(answers) else len(turns)
+        so_far = Conversation("c", tuple(turns[:end]))
+        closing, opening = render_follow_up(so_far, either)
+        assert closing[-1] == either.end_id
+        read += [*either.encode(turns[at].content), *closing, *opening]
+        assert read == render_prompt(so_far, either, 10_000, 0)
+
+
+def test_there_must_be_something_to_follow(tokenizer: Tokenizer) -> None:
+    for turns in (TURNS[:2], TURNS[:3]):
+        with pytest.raises(ValueError, match="a follow-up needs"):
+            render_follow_up(Conversation("c", tuple(turns)), tokenizer)
