@@ -1,0 +1,206 @@
+"""The objectives against plain sums over examples and tokens, written without micro batches or chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional
+
+from refragkit import build_model, compose
+from refragkit.config import instantiate
+from refragkit.data.conversation import Rendered
+from refragkit.data.datamodule import MultiHopQA
+from refragkit.data.tokenizer import Tokenizer
+from refragkit.methods.base import Components, MethodModule, reward_parts, score_answers
+from refragkit.methods.refrag import RefragModule
+from refragkit.retrievers.multi_hop import MultiHopRetriever
+from refragkit.types import Batch, Document, Episode, Hit, Hop, Question
+
+MODEL = ["model=hybrid", "model.block_pattern=TM", "model.d_model=32", "model.n_heads=2", "model.n_kv_heads=1",
+         "model.head_dim=16", "model.d_ff=48", "model.d_state=16", "model.ssm_head_dim=16"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> MultiHopQA:
+    data = MultiHopQA(max_train_questions=5, max_validation_questions=5, vocab_size=400)
+    data.prepare(cache_dir=tmp_path_factory.mktemp("cache"), seed=0)
+    return data
+
+
+@pytest.fixture(scope="module")
+def tokenizer(data: MultiHopQA) -> Tokenizer:
+    return data.build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def retriever(data: MultiHopQA, tmp_path_factory: pytest.TempPathFactory) -> MultiHopRetriever:
+    retriever: MultiHopRetriever = instantiate(compose(["retriever=bm25"]), "retriever")
+    retriever.max_hops, retriever.top_k_per_hop = 2, 2
+    assert data.corpus is not None
+    return retriever.open_index(data.corpus, tmp_path_factory.mktemp("index"))
+
+
+@pytest.fixture
+def make(data: MultiHopQA, tokenizer: Tokenizer, retriever: MultiHopRetriever) -> Iterator[object]:
+    def make(*overrides: str, micro_batch_size: int = 4) -> MethodModule:
+        cfg = compose([*MODEL, "method.max_seq_len=256", "method.max_new_tokens=6", "method.global_batch_size=5",
+                       f"hardware.micro_batch_size={micro_batch_size}", *overrides])  # fmt: skip
+        module = instantiate(cfg, "method").module(
+            Components(
+                model=build_model(cfg.model, vocab_size=tokenizer.vocab_size, seed=0),
+                tokenizer=tokenizer,
+                retriever=retriever,
+                reward=instantiate(cfg, "reward"),
+                hardware=instantiate(cfg, "hardware"),
+                validation=data.validation,
+                n_steps=1,
+                seed=0,
+                from_scratch=True,
+                log_metrics=lambda metrics, step: None,
+            )
+        )
+        # Without a Trainer, Lightning's backward is the plain one.
+        module.manual_backward = lambda loss: loss.backward()
+        return module
+
+    yield make
+
+
+def example_losses(module: MethodModule, examples: list[Rendered]) -> list[torch.Tensor]:
+    """Cross-entropy of each supervised token of each example, read alone and unpadded, through full logits."""
+    losses = []
+    for example in examples:
+        ids = torch.tensor(example.input_ids)
+        logits = module.model(ids[None]).logits[0, :-1]
+        every = functional.cross_entropy(logits, ids[1:], reduction="none")
+        losses.append(every[torch.tensor(example.loss_mask[1:])])
+    return losses
+
+
+def gradients(module: MethodModule) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in module.model.named_parameters() if p.grad is not None}
+
+
+def compare(module: MethodModule, batch: Batch, reference: object) -> None:
+    prepared = module.prepare(batch)
+    metrics = module._accumulate(module._keep(prepared))
+    found = gradients(module)
+    module.model.zero_grad()
+    expected = reference(example_losses(module, prepared.examples), prepared.weights)  # type: ignore[operator]
+    expected.backward()
+    assert metrics["train/objective"] == pytest.approx(expected.item(), rel=1e-5)
+    for name, gradient in gradients(module).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5])
+def test_sft_is_the_mean_over_all_supervised_tokens(make, data: MultiHopQA, micro_batch_size: int) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=sft", micro_batch_size=micro_batch_size)
+    compare(module, Batch(0, data.train), lambda losses, weights: torch.cat(losses).mean())
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
+def test_refrag_weighs_token_means_by_rewards(make, data: MultiHopQA, micro_batch_size: int) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=refrag", "method.weight_floor=0.25", micro_batch_size=micro_batch_size)
+    given = [0.0, 1.0, 0.5, 0.125, 0.75]
+    module.reward = lambda episodes: given[: len(episodes)]
+
+    def reference(losses: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+        assert weights == pytest.approx([0.25 + 0.75 * r for r in given])
+        return sum(w * x.mean() for w, x in zip(weights, losses, strict=True)) / len(losses)
+
+    compare(module, Batch(0, data.train), reference)
+
+
+def test_sampled_answers_that_earn_nothing_teach_nothing(make, data: MultiHopQA) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=refrag", "method.target=sampled", "method.temperature=1.0")
+    module.reward = lambda episodes: [0.0] * len(episodes)
+    metrics = module._accumulate(module._keep(module.prepare(Batch(0, data.train))))
+    assert metrics["train/objective"] == 0
+    assert all(not g.any() for g in gradients(module).values())
+
+
+def test_rewards_are_computed_on_what_the_model_answered(make, data: MultiHopQA, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=refrag")
+    answers = [q.answers[0] for q in data.train]
+    monkeypatch.setattr(
+        RefragModule, "answer", lambda self, *args, **kwargs: [answers[0], "", "zzz", *answers[3:]]
+    )
+    metrics = module.prepare(Batch(0, data.train)).metrics
+    assert metrics["reward/answer"] == pytest.approx(3 / 5)
+    assert metrics["reward/empty_completions"] == pytest.approx(1 / 5)
+    recall_only_for_spoken = metrics["reward/relevance"]
+    monkeypatch.setattr(RefragModule, "answer", lambda self, *args, **kwargs: answers)
+    assert module.prepare(Batch(0, data.train)).metrics["reward/relevance"] > recall_only_for_spoken
+
+
+def test_the_answer_follows_exactly_the_prompt_that_was_answered(make, data: MultiHopQA) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=refrag", "method.max_seq_len=150")  # so short that documents are cut
+    hops = module.episodes.retrieve(data.train)
+    for question, found in zip(data.train, hops, strict=True):
+        prompt = module.episodes.prompt(question, found)
+        example = module.episodes.example(question, found, question.answers[0][:4])
+        assert example.input_ids[: len(prompt)] == prompt
+        assert not any(example.loss_mask[: len(prompt)])
+        assert all(example.loss_mask[len(prompt) :])
+
+
+def test_evaluation_counts_every_question_once(make, data: MultiHopQA) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=refrag", micro_batch_size=2)
+    metrics, records = module.evaluate()
+    assert [r["id"] for r in records] == [q.id for q in data.validation]
+    hops = module.episodes.retrieve(data.validation)
+    rendered = [
+        module.episodes.example(q, h, q.answers[0]) for q, h in zip(data.validation, hops, strict=True)
+    ]
+    assert metrics["val/loss"] == pytest.approx(
+        float(torch.cat(example_losses(module, rendered)).mean()), rel=1e-5
+    )
+    assert module.evaluate()[0] == metrics
+
+
+def test_a_question_is_searched_once_in_a_run(make, data: MultiHopQA, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=refrag")
+    searched: list[str] = []
+    retrieve = MultiHopRetriever.retrieve
+
+    def count(self, questions, *args, **kwargs):  # type: ignore[no-untyped-def]
+        searched.extend(q.id for q in questions)
+        return retrieve(self, questions, *args, **kwargs)
+
+    monkeypatch.setattr(MultiHopRetriever, "retrieve", count)
+    first = module.episodes.retrieve([*data.train, data.train[0]])
+    assert module.episodes.retrieve(data.train[:2]) == first[:2]
+    assert sorted(searched) == sorted(q.id for q in data.train)
+
+
+def test_dropped_examples_are_counted(make, data: MultiHopQA) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=sft", "method.max_seq_len=20")
+    long = Question(id="long", question="why " * 400, answers=("because",))
+    prepared = module.prepare(Batch(0, [long, data.train[0]]))
+    assert module._keep(prepared) == []
+    assert module.dropped_examples == 2
+    assert module.answer([long], [()], temperature=0.0, seed=0) == [""]
+
+
+def test_score_answers_by_hand() -> None:
+    def hop(number: int, *ids: str) -> Hop:
+        hits = tuple(Hit(Document(i, i, "text"), 1.0) for i in ids)
+        return Hop(number, f"q{number}", hits, hits)
+
+    episodes = [
+        Episode("q", ("Paris",), ("a", "b"), (hop(1, "a", "x"), hop(2, "b")), "the Paris", "1", 3),
+        Episode("q", ("a red cat", "dog"), ("c", "d"), (hop(1, "c"),), "red bird", "2", 3),
+    ]
+    reward = instantiate(compose(), "reward")
+    metrics, records = score_answers(episodes, reward, step=7)
+    assert metrics["val/em"] == 0.5
+    assert metrics["val/f1"] == pytest.approx((1 + 0.5) / 2)  # precision 1/2, recall 1/2 of "red cat"
+    assert metrics["val/support_recall_hop1"] == 0.5
+    assert metrics["val/support_recall"] == metrics["val/support_recall_hop2"] == 0.75
+    assert (metrics["val/hops"], metrics["val/documents"]) == (1.5, 2.0)
+    assert records[0]["rewards"]["total"] == pytest.approx(reward_parts(reward, episodes)["total"][0])
+    assert records[0]["hops"][0]["documents"][1]["supporting"] is False
+    assert records[0]["step"] == 7
