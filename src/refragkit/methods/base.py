@@ -179,6 +179,7 @@ class MethodModule(pl.LightningModule):
             recipe.max_document_tokens,
         )
         self.history: list[dict[str, float]] = []
+        self.shown: dict[str, float] = {}
         self.dropped_examples = 0
         self.truncated_documents = 0
         self.trained_tokens = 0
@@ -233,10 +234,15 @@ class MethodModule(pl.LightningModule):
         self.training_seconds += seconds
         metrics["train/tokens_per_second"] = tokens / seconds
         self._record(metrics, step + 1)
-        shown = {"loss": metrics.get("train/loss", float("nan")), "tok/s": metrics["train/tokens_per_second"]}
-        if "reward/total" in metrics:
-            shown["reward"] = metrics["reward/total"]
-        self.log_dict(shown, prog_bar=True, logger=False, batch_size=len(batch.examples))
+        self.shown = {
+            label: metrics[name]
+            for label, name in (
+                ("loss", "train/loss"),
+                ("reward", "reward/total"),
+                ("tok/s", "train/tokens_per_second"),
+            )
+            if name in metrics
+        }
 
     def _record(self, metrics: Mapping[str, float], step: int) -> None:
         self.history.append({"step": step, **metrics})

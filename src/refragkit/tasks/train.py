@@ -64,7 +64,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
     from refragkit.methods.base import Components
     from refragkit.tracking.plots import plot_training
     from refragkit.training.callbacks import Evaluation, StepLog, write_metrics_csv
-    from refragkit.training.progress import progress_bar
+    from refragkit.training.progress import TrainingProgress
 
     route_library_logs()
     data = run.data
@@ -93,7 +93,6 @@ def _fit(run: Run, recipe: Recipe) -> None:
     module = recipe.module(components)
     loader = data.train_loader(recipe.global_batch_size, n_steps)
     hardware = run.hardware
-    bar = progress_bar()
     trainer = pl.Trainer(
         accelerator=hardware.accelerator,
         devices=hardware.devices,
@@ -102,7 +101,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
         precision=hardware.resolved_precision(),
         max_steps=n_steps,
         callbacks=[
-            *([bar] if bar else []),
+            TrainingProgress(),
             StepLog(),
             Evaluation(
                 run.folder, on_records=lambda records, step: run.tracking.log_traces(records[:16], step)
@@ -111,7 +110,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        enable_progress_bar=bar is not None,
+        enable_progress_bar=False,
         use_distributed_sampler=False,
         default_root_dir=run.folder,
     )
@@ -166,7 +165,9 @@ def _export(run: Run, model: Any) -> None:
 def _log_datasets(run: Run, data: DataModule) -> None:
     name, source = str(run.cfg.choices.data), str(run.cfg.data.path or "bundled sample")
     run.tracking.log_dataset(f"{name}-train", "training", data.fingerprint, source, len(data.train))
-    run.tracking.log_dataset(f"{name}-validation", "validation", data.fingerprint, source, len(data.validation))
+    run.tracking.log_dataset(
+        f"{name}-validation", "validation", data.fingerprint, source, len(data.validation)
+    )
     if data.corpus is not None:
         run.tracking.log_dataset(
             f"{name}-corpus", "knowledge base", data.fingerprint, source, len(data.corpus)
