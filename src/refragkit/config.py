@@ -211,7 +211,10 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
     Raises:
         ConfigError: all unknown keys, options, targets and wrong types at once.
     """
+    from refragkit.text_overrides import quote_text
+
     register_resolvers()
+    overrides = quote_text(overrides)
     check_overrides(overrides)
     cfg = _hydra_compose(overrides)
     validate(cfg)
@@ -345,15 +348,20 @@ def validate(cfg: DictConfig) -> None:
             continue
         if group == "task":
             values = typing.cast(dict[str, Any], values) | {k: extra[k] for k in extra if k in allowed}
-        problems += _node_problems(group, typing.cast(dict[str, Any], values))
+        at_root = frozenset(extra) if group == "task" else frozenset()
+        problems += _node_problems(group, typing.cast(dict[str, Any], values), at_root)
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def task_keys(cfg: DictConfig) -> dict[str, Any]:
     """The root keys that belong to the chosen task, such as ``prompt`` of ``task=generate``."""
-    values = typing.cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False))
-    return {key: value for key, value in values.items() if key not in ROOT_KEYS}
+    own = OmegaConf.masked_copy(cfg, [key for key in map(str, cfg) if key not in ROOT_KEYS])
+    own._set_parent(cfg)  # what it refers to stands outside
+    try:
+        return typing.cast(dict[str, Any], OmegaConf.to_container(own, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_one_message(error)) from error
 
 
 def _task_parameters(cfg: DictConfig) -> set[str]:
@@ -363,7 +371,8 @@ def _task_parameters(cfg: DictConfig) -> set[str]:
         return set()  # the task's own node reports what is wrong
 
 
-def _node_problems(group: str, values: dict[str, Any]) -> list[str]:
+def _node_problems(group: str, values: dict[str, Any], at_root: frozenset[str] = frozenset()) -> list[str]:
+    """What is wrong with a node; keys in ``at_root`` stand at the root of the configuration, not in the node."""
     if "_target_" not in values:
         return [f"{group}: has no _target_"]
     try:
@@ -380,10 +389,11 @@ def _node_problems(group: str, values: dict[str, Any]) -> list[str]:
     for key in sorted(set(parameters) - keys):
         problems.append(f"{group}.{key}: missing key")
     for key in sorted(keys & set(parameters)):
+        where = key if key in at_root else f"{group}.{key}"
         if values[key] == "???":
-            problems.append(f"{group}.{key}: needs a value, give {group}.{key}=...")
+            problems.append(f"{where}: needs a value, give {where}=...")
         elif expected := type_problem(values[key], parameters[key][1]):
-            problems.append(f"{group}.{key}: expected {expected}, got {values[key]!r}")
+            problems.append(f"{where}: expected {expected}, got {values[key]!r}")
     return problems
 
 

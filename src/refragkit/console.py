@@ -138,3 +138,13 @@ def close_logging() -> None:
 def is_terminal() -> bool:
     """Whether a person watches: progress bars are drawn only then, log lines always."""
     return sys.stdout.isatty()
+
+
+# Characters that would move the cursor or worse; a model can write any.
+_CONTROL = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def write_text(text: str) -> None:
+    """Write text of a model to standard output at once; control characters are made harmless for a terminal."""
+    sys.stdout.write(text.translate(_CONTROL) if is_terminal() else text)
+    sys.stdout.flush()

@@ -90,9 +90,11 @@ class Run:
 
     @property
     def model_path(self) -> str | None:
-        """``model.path``: the folder of a trained model, or None for random weights."""
+        """The folder of the trained model that ``model.path`` means, or None for random weights."""
+        from refragkit.models.location import model_location
+
         path: str | None = self.cfg.model.get("path")
-        return path
+        return None if path is None else str(model_location(path))
 
     @cached_property
     def model(self) -> SequenceModel:
@@ -280,8 +282,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     from hydra._internal.utils import get_args_parser
 
     from refragkit.config import check_overrides, conf_dir, register_resolvers
+    from refragkit.text_overrides import quote_text
 
     register_resolvers()
+    arguments = quote_text(arguments)
     try:
         check_overrides(get_args_parser().parse_known_args(arguments)[0].overrides)
     except ConfigError as error:

@@ -53,7 +53,8 @@ def dry_run(run: Run, recipe: Recipe) -> None:
     from refragkit.tasks.train import check_method
 
     data = run.data
-    model = build_model(run.cfg.model, vocab_size=data.vocab_size, seed=run.seed, device="meta")
+    vocab_size = data.vocab_size if run.model_path is None else None  # a trained model has its own
+    model = build_model(run.cfg.model, vocab_size=vocab_size, seed=run.seed, device="meta")
     check_method(run, recipe, model.block_pattern)
     kinds = model.parameter_counts()
     report = run.apply_adapter(model)

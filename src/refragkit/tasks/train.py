@@ -52,7 +52,8 @@ def train(run: Run) -> None:
         dry_run(run, recipe)
         return
     # On the meta device this costs nothing, and says what doesn't fit before data are read or an index is built.
-    check_method(run, recipe, build_model(run.cfg.model, vocab_size=512, device="meta").block_pattern)
+    vocab_size = 512 if run.model_path is None else None  # a trained model has its own
+    check_method(run, recipe, build_model(run.cfg.model, vocab_size=vocab_size, device="meta").block_pattern)
     run.hardware.gradient_accumulation(recipe.global_batch_size)
     _fit(run, recipe)
 

@@ -1,0 +1,73 @@
+"""``task=export``: write a trained model in our format or in Hugging Face's, an adapter merged into it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from refragkit.errors import ConfigError
+from refragkit.experiment import Run
+
+if TYPE_CHECKING:
+    from refragkit.data.tokenizer import Tokenizer
+
+log = logging.getLogger("refragkit")
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def export(
+    run: Run,
+    format: Literal["refragkit", "hf"] = "refragkit",
+    export_dir: str | None = None,
+    adapter_path: str | None = None,
+) -> None:
+    """Load ``model.path`` and save it with its tokenizer.
+
+    Args:
+        run: the run.
+        format: ``refragkit``, or ``hf`` for what the model's family is called in ``transformers`` and
+            flash-linear-attention.
+        export_dir: a new or empty folder; None is ``model/`` in the run folder.
+        adapter_path: an adapter to merge into the weights.
+
+    Raises:
+        ConfigError: ``export_dir`` is not empty.
+        CheckpointError: the model can't be read, or no Hugging Face layout holds it.
+    """
+    from refragkit.adapters.lora import merge_into_base
+    from refragkit.models.checkpoint import save_model
+    from refragkit.tasks.trained_model import check_run, trained_model
+
+    check_run(run)
+    folder = run.folder / "model" if export_dir is None else Path(export_dir).expanduser().absolute()
+    if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
+        raise ConfigError(
+            f"export_dir: {folder} is not an empty folder; give a new one, so that nothing is mixed up"
+        )
+    tokenizer = _tokenizer(run)
+    model = trained_model(run, tokenizer, adapter_path)
+    if adapter_path is not None:
+        log.info("merged %d LoRA layers", merge_into_base(model))
+    save_model(model, folder, tokenizer, format=format)
+    log.info("exported to %s (%s)", folder, format)
+    if export_dir is None:
+        run.artifact("model", folder)
+    else:
+        run.summary.artifacts["model"] = os.path.relpath(folder, run.folder)
+    run.log_metrics({"export/bytes": sum(file.stat().st_size for file in folder.iterdir())}, step=0)
+
+
+def _tokenizer(run: Run) -> Tokenizer | None:
+    """The tokenizer to save beside the weights: the configured one, or the model folder's if it has one."""
+    source = Path(run.model_path or "")
+    if run.cfg.data.get("tokenizer") is None and not any(
+        (source / name).is_file() for name in _TOKENIZER_FILES
+    ):
+        log.warning(
+            "%s has no tokenizer: only the weights are exported (data.tokenizer=DIR adds one)", source
+        )
+        return None
+    return run.tokenizer

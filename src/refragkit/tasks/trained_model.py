@@ -1,0 +1,86 @@
+"""The trained model that ``task=generate``, ``chat`` and ``export`` work with, and where it is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from refragkit.data.tokenizer import Tokenizer
+from refragkit.errors import CheckpointError, ConfigError
+from refragkit.experiment import Run
+from refragkit.models.base import SequenceModel
+
+log = logging.getLogger("refragkit")
+
+_TORCH_DEVICE = {"cpu": "cpu", "gpu": "cuda", "mps": "mps"}
+
+
+def check_run(run: Run) -> None:
+    """Refuse settings that mean nothing to a task that uses a trained model, before anything is loaded.
+
+    Raises:
+        ConfigError: a dry run, an adapter to be made, or no ``model.path``.
+        CheckpointError: ``model.path`` is no model.
+    """
+    task = run.cfg.choices.task
+    if run.cfg.dry_run:
+        raise ConfigError(f"dry_run=true is for task=train; task={task} has no dry run")
+    if run.cfg.choices.adapter != "none":
+        raise ConfigError(
+            f"adapter={run.cfg.choices.adapter} puts a new adapter on the model, to be trained; task={task} uses a"
+            " trained one: give adapter_path=DIR and leave adapter=none"
+        )
+    if run.model_path is None:
+        raise ConfigError(
+            f"task={task} needs a trained model: give model.path=DIR, a model folder or the folder of a run that"
+            " trained one"
+        )
+
+
+def trained_model(run: Run, tokenizer: Tokenizer | None, adapter_path: str | None) -> SequenceModel:
+    """Load ``model.path``, put the adapter on it, and move it to the run's device, ready to read.
+
+    Args:
+        run: checked by `check_run`.
+        tokenizer: refused if it has more entries than the model; None checks nothing.
+        adapter_path: an adapter's folder or that of the run that trained it.
+
+    Raises:
+        ConfigError: the tokenizer doesn't fit.
+        CheckpointError: model or adapter can't be read, or don't fit each other.
+    """
+    import torch
+
+    from refragkit.models.build import build_model
+
+    hardware = run.hardware
+    vocab_size = None if tokenizer is None else tokenizer.vocab_size
+    model = build_model(run.cfg.model, vocab_size=vocab_size, seed=run.seed)
+    if adapter_path is not None:
+        from refragkit.adapters.peft_format import load_adapter
+
+        load_adapter(model, _adapter_location(adapter_path))
+    run.summary.total_parameters = sum(parameter.numel() for parameter in model.parameters())
+    run.summary.trainable_parameters = 0
+    if hardware.precision == "bf16-true":
+        model.to(torch.bfloat16)
+    model.to(_TORCH_DEVICE[hardware.accelerator]).eval()
+    log.info(
+        "model: %s, %s parameters, block pattern %s",
+        run.model_path,
+        f"{run.summary.total_parameters:,}",
+        model.block_pattern,
+    )
+    return model
+
+
+def _adapter_location(path: str) -> Path:
+    given = Path(path).expanduser()
+    for folder in (given, given / "adapter"):
+        if (folder / "adapter_config.json").is_file():
+            return folder
+    raise CheckpointError(
+        f"adapter_path: {given} "
+        + ("holds no adapter (no adapter_config.json)" if given.exists() else "does not exist")
+        + "; expected an adapter's folder or that of the run that trained it"
+    )
