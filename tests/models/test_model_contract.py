@@ -250,6 +250,38 @@ def test_a_state_is_never_changed_and_can_be_forked(model: SequenceModel) -> Non
         assert_same_state(forked.state.select([i]), whole.state)
 
 
+def test_continuing_without_copies_changes_no_earlier_state(
+    model: SequenceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode far enough to use and outgrow the room behind a cache, and go back to every state on the way."""
+    monkeypatch.setattr("refragkit.models.layers.attention._LEAST_SPARE", 3)
+    ids = tokens(2, 14)
+    states, snapshots = [], []
+    state = model(ids[:, :3], return_state=True).state
+    for t in range(3, 14):
+        states.append(state)
+        snapshots.append(copy_of(state))
+        state = model(ids[:, t : t + 1], state=state, return_state=True).state
+    other = tokens(2, 2, seed=9)
+    for t in (0, 1, 5, 10):
+        out = model(other, state=states[t], return_state=True)
+        whole = model(torch.cat([ids[:, : 3 + t], other], dim=1), return_state=True)
+        assert_close(out.logits, whole.logits[:, 3 + t :])
+        assert_same_state(out.state, whole.state)
+    for kept, snapshot in zip(states, snapshots, strict=True):
+        assert_same_state(kept, snapshot)
+    with torch.inference_mode():  # and across gradient modes
+        inside = model(other, state=state, return_state=True).state
+    after = model(other, state=inside, return_state=True)
+    whole = model(torch.cat([ids, other, other], dim=1))
+    assert_close(after.logits, whole.logits[:, -2:])
+    with torch.enable_grad():
+        loss = model(other, state=states[5]).logits.sum()
+        model(other[:, :1], state=states[5], return_state=True)
+        loss.backward()
+    model.zero_grad()
+
+
 def test_rows_are_independent_and_can_be_permuted(model: SequenceModel) -> None:
     ids = tokens(4, 7)
     out = model(ids, return_state=True)

@@ -108,9 +108,11 @@ def test_half_precision_inputs_keep_a_float32_state() -> None:
     torch.testing.assert_close(y.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("T", [1, 3])
 def test_gradcheck(T: int) -> None:
-    tensors = inputs(T, torch.float64, with_state=True)
+    x, dt, A, B, C, state = inputs(T, torch.float64, with_state=True)
+    tensors = [x[:1, ..., :2], dt[:1], A, B[:1, ..., :3], C[:1, ..., :3], state[:1, :, :2, :3]]
+    tensors = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     assert torch.autograd.gradcheck(lambda *t: ssd(*t, chunk_tokens=2), tensors)
 
 

@@ -123,9 +123,10 @@ def test_half_precision_inputs_keep_a_float32_state() -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("T", [1, 3])
 def test_gradcheck(T: int) -> None:
     tensors = inputs(T, torch.float64, with_state=True, N=3)
+    tensors = [tensor.detach()[:1].clone().requires_grad_() for tensor in tensors]
     assert torch.autograd.gradcheck(lambda *t: wkv7(*t, chunk_tokens=2), tensors)
 
 

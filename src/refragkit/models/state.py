@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+
+class SpareColumns:
+    """Allocated columns behind a cache, for the first call that continues it without gradients.
+
+    Decoding would otherwise copy the whole cache at every step. Only columns that no cache shows yet are ever
+    written, and only once: a second continuation of the same cache (a fork) finds them taken and copies.
+
+    Attributes:
+        keys: ``[B, n_kv_heads, capacity, head_dim]``, of which the cache shows the first columns.
+        values: the same for values.
+        taken: whether they have been used.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+        self.taken = False
+
+    def usable(self, columns: int, dtype: torch.dtype) -> bool:
+        """Whether a cache of ``columns`` may be written here now."""
+        writable = torch.is_inference_mode_enabled() or not self.keys.is_inference()
+        return not self.taken and writable and columns <= self.keys.shape[2] and dtype == self.keys.dtype
 
 
 @dataclass(frozen=True)
@@ -17,11 +40,13 @@ class KVCache:
         keys: ``[B, n_kv_heads, S, head_dim]`` with rotary positions applied; row i's real entries come first.
         values: ``[B, n_kv_heads, S, head_dim]``.
         lengths: int64 ``[B]``, how many entries of each row are real; the rest are zeros.
+        spare: room to continue without a copy; never part of the values.
     """
 
     keys: Tensor
     values: Tensor
     lengths: Tensor
+    spare: SpareColumns | None = field(default=None, compare=False, repr=False)
 
     def trimmed(self) -> KVCache:
         """Without columns that are padding in every row."""

@@ -124,15 +124,20 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor
 def _step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One token, as in decoding."""
+    """One token, as in decoding: the cost is reading and writing the state, so it is touched as little as possible.
+
+    Batched matrix-vector products of this shape take twice the time of ``vecdot`` on a CPU.
+    """
     batch, _, H, P = x.shape
     G, N = B.shape[2:]
-    write = (dt[:, 0, :, None] * x[:, 0]).view(batch, G, H // G, P, 1) * B.view(batch, G, 1, 1, N)
-    S = write.view(batch, H, P, N)
-    if state is not None:
-        S = torch.addcmul(S, state, torch.exp(dt[:, 0] * A)[..., None, None])
-    y = S.view(batch, G, (H // G) * P, N) @ C.view(batch, G, N, 1)
-    return y.view(batch, 1, H, P), S
+    rows = (batch, G, (H // G) * P)
+    write, B, C = (dt[:, 0, :, None] * x[:, 0]).view(*rows, 1), B.view(batch, G, 1, N), C.view(batch, G, 1, N)
+    if state is None:
+        S = write * B
+    else:  # in place on a fresh tensor, never on the caller's
+        S = (state * torch.exp(dt[:, 0] * A)[..., None, None]).view(*rows, N).addcmul_(write, B)
+    y = torch.linalg.vecdot(S, C)
+    return y.view(batch, 1, H, P), S.view(batch, H, P, N)
 
 
 def _chunked(

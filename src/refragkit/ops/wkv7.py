@@ -151,13 +151,15 @@ def _chunk_length(log_decay: Tensor, longest: int) -> int:
 def _step(
     r: Tensor, log_decay: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One token, as in decoding."""
+    """One token, as in decoding; ``vecdot`` because batched matrix-vector products are slow on a CPU."""
     r, log_decay, k, v, a, b = (t[:, 0] for t in (r, log_decay, k, v, a, b))  # [batch, H, N]
-    S = v[..., None] * k[..., None, :]
-    if state is not None:
-        u = state @ a[..., None]
-        S = torch.addcmul(torch.addcmul(S, state, log_decay.exp()[..., None, :]), u, b[..., None, :])
-    return (S @ r[..., None]).squeeze(-1)[:, None], S
+    if state is None:
+        S = v[..., None] * k[..., None, :]
+    else:  # in place on a fresh tensor, never on the caller's
+        u = torch.linalg.vecdot(state, a[..., None, :])
+        S = state * log_decay.exp()[..., None, :]
+        S = S.addcmul_(u[..., None], b[..., None, :]).addcmul_(v[..., None], k[..., None, :])
+    return torch.linalg.vecdot(S, r[..., None, :])[:, None], S
 
 
 def _chunked(

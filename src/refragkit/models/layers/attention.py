@@ -15,7 +15,9 @@ from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init
 from refragkit.models.layers.rope import rotate
 from refragkit.models.layout import TokenLayout
-from refragkit.models.state import KVCache
+from refragkit.models.state import KVCache, SpareColumns
+
+_LEAST_SPARE = 64  # columns
 
 
 class Attention(nn.Module):
@@ -66,8 +68,12 @@ class Attention(nn.Module):
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         mask = None
         causal = T > 1
+        spare = None
         if state is not None:
-            k, v = _append(state.keys, k, layout), _append(state.values, v, layout)
+            if layout.uniform_past is None:
+                k, v = _scatter(state.keys, k, layout), _scatter(state.values, v, layout)
+            else:
+                k, v, spare = _append(state, k, v, layout.uniform_past)
             causal = False
             if T > 1 or layout.uniform_past is None:
                 columns = torch.arange(k.shape[2], device=x.device)
@@ -77,7 +83,7 @@ class Attention(nn.Module):
             mask = same.tril()[:, None]
             causal = False
         y = self._attend(q, k, v, mask, causal)
-        cache = self._cache(k, v, layout) if return_state else None
+        cache = self._cache(k, v, layout, spare) if return_state else None
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, T, -1))
         return out, cache
 
@@ -93,7 +99,7 @@ class Attention(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
 
     @staticmethod
-    def _cache(k: Tensor, v: Tensor, layout: TokenLayout) -> KVCache:
+    def _cache(k: Tensor, v: Tensor, layout: TokenLayout, spare: SpareColumns | None) -> KVCache:
         if layout.document_ids is not None:  # a packed row goes on with its last document
             lengths = layout.document_lengths
             width = max(1, int(lengths.max()))
@@ -105,19 +111,46 @@ class Attention(nn.Module):
         else:
             lengths = layout.total_lengths
             if layout.valid is None and (layout.past_lengths is None or layout.uniform_past is not None):
-                return KVCache(k, v, lengths)
+                return KVCache(k, v, lengths, spare)
             empty = (torch.arange(k.shape[2], device=k.device) >= lengths[:, None])[:, None, :, None]
         return KVCache(k.masked_fill(empty, 0), v.masked_fill(empty, 0), lengths).trimmed()
 
 
-def _append(old: Tensor, new: Tensor, layout: TokenLayout) -> Tensor:
-    """Put each row's new entries right behind its old ones: ``[B, heads, S, head_dim]``.
+def _append(state: KVCache, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor, SpareColumns | None]:
+    """Put new entries behind ``past`` old ones: ``[B, heads, past + T, head_dim]`` twice, and room for more.
+
+    Without gradients the entries go into spare columns, which are allocated a quarter ahead.
+    """
+    columns = past + k.shape[2]
+    if torch.is_grad_enabled():
+        return _after(state.keys, k, past), _after(state.values, v, past), None
+    spare = state.spare
+    if spare is None or not spare.usable(columns, k.dtype):
+        capacity = columns + max(_LEAST_SPARE, columns // 4)
+        spare = SpareColumns(
+            k.new_empty(*k.shape[:2], capacity, k.shape[3]), v.new_empty(*v.shape[:2], capacity, v.shape[3])
+        )
+        spare.keys[:, :, :past] = state.keys[:, :, :past]
+        spare.values[:, :, :past] = state.values[:, :, :past]
+    spare.taken = True
+    spare.keys[:, :, past:columns] = k
+    spare.values[:, :, past:columns] = v
+    return (
+        spare.keys[:, :, :columns],
+        spare.values[:, :, :columns],
+        SpareColumns(spare.keys, spare.values),
+    )
+
+
+def _after(old: Tensor, new: Tensor, past: int) -> Tensor:
+    return torch.cat([old[:, :, :past].to(new.dtype), new], dim=2)
+
+
+def _scatter(old: Tensor, new: Tensor, layout: TokenLayout) -> Tensor:
+    """Put each row's new entries right behind its own old ones: ``[B, heads, S, head_dim]``.
 
     Entries of a row beyond its tokens are never in view: the mask ends at each query's own position.
     """
-    new = new.to(old.dtype) if new.dtype != old.dtype else new
-    if layout.uniform_past is not None:
-        return torch.cat([old[:, :, : layout.uniform_past], new], dim=2)
-    extended = torch.cat([old, torch.zeros_like(new)], dim=2)
+    extended = torch.cat([old.to(new.dtype), torch.zeros_like(new)], dim=2)
     index = layout.positions[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
     return extended.scatter(2, index, new)
