@@ -187,9 +187,16 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
         print_config(cfg)
         log.info("run folder: %s", _shown(folder))
         tracking = instantiate(cfg, "tracking", outputs=Path(cfg.paths.outputs).absolute())
-        run_name = folder.name if not cfg.dry_run else f"{folder.name} (dry run)"
+        name = f"{choices.method}-{choices.model}-{choices.retriever} {folder.name}"
         summary.mlflow_run_id = tracking.start(
-            run_name, params=flatten(cfg), tags={"command": command, "git_commit": summary.git_commit or ""}
+            f"{name} (dry run)" if cfg.dry_run else name,
+            params=flatten(cfg),
+            tags={
+                "command": command,
+                "mlflow.source.name": command,
+                "mlflow.source.type": "LOCAL",
+                "mlflow.source.git.commit": summary.git_commit or "",
+            },
         )
         tracking.log_artifact(folder / "config.yaml")
         run = Run(cfg, folder, tracking, summary)

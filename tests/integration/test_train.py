@@ -97,6 +97,7 @@ def test_mlflow_shows_the_run(outputs: Path, refrag: tuple[dict[str, Any], Path]
     assert recorded.info.status == "FINISHED"
     assert recorded.data.params["method.max_hops"] == "3"
     assert recorded.data.params["choices.model"] == "hybrid"
+    assert recorded.data.tags["mlflow.source.name"] == "python run.py ..."
     assert set(recorded.data.metrics) >= METRICS
     assert len(client.get_metric_history(recorded.info.run_id, "train/loss")) == 2
     uploaded = {a.path for a in client.list_artifacts(recorded.info.run_id)}

@@ -100,7 +100,14 @@ class MLflowTracking:
         found = self._client.get_experiment_by_name(self.experiment)
         if found is not None:
             return str(found.experiment_id)
-        return str(self._client.create_experiment(self.experiment, artifact_location=artifact_location))
+        return str(
+            self._client.create_experiment(
+                self.experiment,
+                artifact_location=artifact_location,
+                # The UI opens on runs and curves; its default for an experiment with traces is a chat app's view.
+                tags={"mlflow.experimentKind": "custom_model_development"},
+            )
+        )
 
     def _log_params(self, params: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
