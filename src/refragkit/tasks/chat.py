@@ -66,6 +66,7 @@ def chat(
         try:
             line = input("you> " if watched else "").strip()
         except EOFError:
+            write_text("\n" if watched else "")
             break
         if line == "/exit":
             break
@@ -101,8 +102,6 @@ def chat(
         new_tokens += answer.clock.tokens
         read_seconds += answer.clock.prefill_seconds
         write_seconds += answer.clock.decode_seconds
-    if watched:
-        write_text("\n")
     if turns:
         run.artifact("samples", run.folder / "samples.jsonl")
     run.log_metrics(
