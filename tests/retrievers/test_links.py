@@ -2,7 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from refragkit.retrievers.links import LinkGraph, TitleIndex
+import numpy as np
+
+from refragkit.retrievers.links import TitleIndex
+from refragkit.retrievers.passage_graph import PassageGraph, Rows
 from refragkit.types import Document
 
 
@@ -36,14 +39,47 @@ def test_several_documents_of_one_title_are_all_mentioned() -> None:
     assert titles("Paris", "Paris (Texas)", "London").mentions("born in Paris") == [0, 1]
 
 
-def test_the_graph_excludes_itself_and_comes_back_from_the_cache(
-    corpus: list[Document], tmp_path: Path
-) -> None:
-    index = TitleIndex(corpus)
-    built = LinkGraph.build(corpus, index)
-    ids = [d.doc_id for d in corpus]
-    assert [ids[j] for j in built[ids.index("film_a")]] == ["dir_a"]
-    assert [ids[j] for j in built[ids.index("sweden")]] == ["capital"]
-    LinkGraph.open(corpus, "hash", index, tmp_path)
-    again = LinkGraph.open(corpus, "hash", index, tmp_path)
-    assert [again[i] for i in range(len(corpus))] == [built[i] for i in range(len(corpus))]
+def names(graph: PassageGraph, corpus: list[Document], rows: Rows, doc_id: str) -> list[str]:
+    return [corpus[j].doc_id for j in rows[[d.doc_id for d in corpus].index(doc_id)]]
+
+
+def test_the_graph_has_links_both_ways_and_excludes_itself(corpus: list[Document]) -> None:
+    graph = PassageGraph.build(corpus)
+    assert names(graph, corpus, graph.links, "film_a") == ["dir_a"]
+    assert names(graph, corpus, graph.links, "sweden") == ["capital"]
+    assert names(graph, corpus, graph.backlinks, "dir_a") == ["film_a"]
+    assert names(graph, corpus, graph.backlinks, "bread") == []
+    assert graph.has_links
+
+
+def test_a_link_knows_where_and_in_which_words(corpus: list[Document]) -> None:
+    graph = PassageGraph.build(corpus)
+    stems = {i: s for s, i in graph.vocabulary.items()}
+    link = int(graph.links.starts[[d.doc_id for d in corpus].index("film_a")])
+    assert graph.link_position[link] == 9  # the tenth word of its text
+    assert {stems[int(t)] for t in graph.contexts[link]} >= {"drama", "film", "direct"}
+
+
+def test_rare_terms_weigh_more_and_names_are_marked(corpus: list[Document]) -> None:
+    graph = PassageGraph.build(corpus)
+    assert graph.idf[graph.vocabulary["sourdough"]] > graph.idf[graph.vocabulary["film"]]
+    span = slice(*graph.terms.starts[2:4])
+    marked = {int(t) for t, n in zip(graph.terms.values[span], graph.is_name[span], strict=True) if n}
+    assert {graph.vocabulary[s] for s in ("marta", "lindqvist", "sweden", "1920", "1999")} == marked
+    assert graph.term_ids("sourdough sourdough unheardof")[0].tolist() == [graph.vocabulary["sourdough"]]
+    assert graph.term_ids("sourdough unheardof")[1] == 1
+
+
+def test_the_graph_comes_back_from_the_cache(corpus: list[Document], tmp_path: Path) -> None:
+    built = PassageGraph.build(corpus)
+    PassageGraph.open(corpus, "hash", tmp_path)
+    again = PassageGraph.open(corpus, "hash", tmp_path)
+    assert again.vocabulary == built.vocabulary
+    assert all(np.array_equal(again.tensors[k], v) for k, v in built.tensors.items())
+
+
+def test_rows_of_different_lengths() -> None:
+    rows = Rows.of([[1, 2], [], [3], [4, 5, 6]])
+    indices, numbers = rows.span(np.array([3, 1, 0]))
+    assert rows.values[indices].tolist() == [4, 5, 6, 1, 2] and numbers.tolist() == [0, 0, 0, 2, 2]
+    assert rows[1].tolist() == [] and len(rows) == 4

@@ -9,7 +9,7 @@ from refragkit.errors import ConfigError, RetrievalError
 from refragkit.retrievers.bm25 import BM25Retriever, bm25
 from refragkit.retrievers.controls import GoldRetriever, gold
 from refragkit.retrievers.multi_hop import MultiHopRetriever
-from refragkit.retrievers.planners.base import PLANNERS, Ask, QueryPlanner, Trail
+from refragkit.retrievers.planners.base import PLANNERS, QueryPlanner, Trail
 from refragkit.types import Document, Hit, Question
 
 
@@ -111,8 +111,8 @@ def test_none_records_one_empty_hop(corpus: list[Document], questions: list[Ques
 
 def test_a_planner_of_ones_own(corpus: list[Document], questions: list[Question]) -> None:
     class Reversing(QueryPlanner):
-        def plan(self, trails: Sequence[Trail]) -> list[Ask | None]:
-            return [None if t.hops else Ask(" ".join(reversed(t.question.question.split()))) for t in trails]
+        def plan(self, trails: Sequence[Trail]) -> list[str | None]:
+            return [None if t.hops else " ".join(reversed(t.question.question.split())) for t in trails]
 
     hops = MultiHopRetriever(BM25Retriever(), Reversing()).open_index(corpus).retrieve(questions)
     assert [h[0].query for h in hops][2] == "sourdough? leavens What"

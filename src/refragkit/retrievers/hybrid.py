@@ -39,7 +39,7 @@ class HybridRetriever(Retriever):
         dense: DenseRetriever,
         bm25: BM25Retriever,
         fusion: str = "score",
-        alpha: float = 0.5,
+        alpha: float = 0.6,
         rrf_k: int = 60,
         pool: int = 200,
         cache_dir: str | Path | None = None,
@@ -139,7 +139,7 @@ class HybridRetriever(Retriever):
 
 def hybrid(
     fusion: str = "score",
-    alpha: float = 0.5,
+    alpha: float = 0.6,
     rrf_k: int = 60,
     pool: int = 200,
     k1: float = 1.5,

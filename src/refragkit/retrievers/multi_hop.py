@@ -105,11 +105,18 @@ class MultiHopRetriever:
         return [tuple(t.hops) for t in self._walk(questions, max_hops, top_k_per_hop)]
 
     def retrieve_ranked(
-        self, questions: Sequence[Question], max_hops: int | None = None, top_k_per_hop: int | None = None
+        self,
+        questions: Sequence[Question],
+        depth: int,
+        max_hops: int | None = None,
+        top_k_per_hop: int | None = None,
     ) -> tuple[list[tuple[Hop, ...]], list[list[Hit]]]:
-        """The hops, and all documents of each question in one fused order, best first."""
+        """The hops, and for each question at most ``depth`` documents in one order over all hops, best first.
+
+        The order may hold documents that a hop saw and did not keep: they are what it would have kept next.
+        """
         trails = self._walk(questions, max_hops, top_k_per_hop)
-        return [tuple(t.hops) for t in trails], self.planner.rank(trails)
+        return [tuple(t.hops) for t in trails], self.planner.rank(trails, depth)
 
     def _walk(
         self, questions: Sequence[Question], max_hops: int | None, top_k_per_hop: int | None
@@ -119,33 +126,29 @@ class MultiHopRetriever:
         _require_positive("max_hops", hops)
         _require_positive("top_k_per_hop", k)
         trails = [Trail(q) for q in questions]
-        active = list(trails)
+        active = trails
         for number in range(1, hops + 1):
             started = time.perf_counter()
             planned = [
-                (t, ask) for t, ask in zip(active, self.planner.plan(active), strict=True) if ask is not None
+                (t, query) for t, query in zip(active, self.planner.plan(active), strict=True) if query
             ]
             if not planned:
                 break
+            active, queries = [t for t, _ in planned], [query for _, query in planned]
             found = self.retriever.search_for(
-                [t.question for t, _ in planned],
-                [ask.query for _, ask in planned],
-                k,
-                [t.found.keys() for t, _ in planned],
+                [t.question for t in active], queries, self.planner.depth(k), [t.found.keys() for t in active]
             )
-            merged = [
-                self.planner.merge(t, ask, hits, k) for (t, ask), hits in zip(planned, found, strict=True)
-            ]
-            latency = (time.perf_counter() - started) / len(planned)
-            active = []
-            for (trail, ask), hits in zip(planned, merged, strict=True):
+            merged = self.planner.merge(active, queries, found, k)
+            latency = (time.perf_counter() - started) / len(active)
+            going_on = []
+            for trail, query, hits in zip(active, queries, merged, strict=True):
                 new = tuple(h for h in hits if h.doc_id not in trail.found)
-                if not new and number > 1:
-                    continue
-                trail.hops.append(Hop(number, ask.query, tuple(hits), new, latency))
-                trail.found.update((h.doc_id, h) for h in new)
+                if new or number == 1:
+                    trail.hops.append(Hop(number, query, tuple(hits), new, latency))
                 if new:
-                    active.append(trail)
+                    trail.found.update((h.doc_id, h) for h in new)
+                    going_on.append(trail)
+            active = going_on
         return trails
 
 

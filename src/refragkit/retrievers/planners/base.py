@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from refragkit.errors import ConfigError
 from refragkit.retrievers.base import Retriever
@@ -22,29 +22,18 @@ class Trail:
         question: whose trail it is.
         hops: the finished hops.
         found: every distinct document found, by id, in the order in which it was found.
+        memory: whatever the planner keeps about this question.
     """
 
     question: Question
     hops: list[Hop] = field(default_factory=list)
     found: dict[str, Hit] = field(default_factory=dict)
+    memory: Any = None
 
     @property
     def queries(self) -> set[str]:
         """What was asked before."""
         return {hop.query for hop in self.hops}
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A planner's next request for one question.
-
-    Attributes:
-        query: what to search for.
-        linked: documents to consider beside what the search finds, best first, with their scores.
-    """
-
-    query: str
-    linked: tuple[Hit, ...] = ()
 
 
 class QueryPlanner(ABC):
@@ -56,16 +45,22 @@ class QueryPlanner(ABC):
         """Prepare for a corpus: called once, after the retriever has indexed it."""
 
     @abstractmethod
-    def plan(self, trails: Sequence[Trail]) -> list[Ask | None]:
-        """The next request of each trail, or None to stop it. Trails without hops ask for the first time."""
+    def plan(self, trails: Sequence[Trail]) -> list[str | None]:
+        """The next query of each trail, or None to stop it. A trail without hops asks for the first time."""
 
-    def merge(self, trail: Trail, ask: Ask, hits: Sequence[Hit], k: int) -> list[Hit]:
-        """The hop's at most k hits, given what the search found for ``ask.query`` and was not known."""
-        return list(hits[:k])
+    def depth(self, k: int) -> int:
+        """How many documents the planner wants to see of a search that may add k."""
+        return k
 
-    def rank(self, trails: Sequence[Trail]) -> list[list[Hit]]:
-        """All documents of each trail, best first over all hops; by default in the order of finding."""
-        return [list(t.found.values()) for t in trails]
+    def merge(
+        self, trails: Sequence[Trail], queries: Sequence[str], found: Sequence[Sequence[Hit]], k: int
+    ) -> list[list[Hit]]:
+        """Each trail's at most k hits, given what its search found and was not known before."""
+        return [list(hits[:k]) for hits in found]
+
+    def rank(self, trails: Sequence[Trail], k: int) -> list[list[Hit]]:
+        """At most k documents of each trail, best first over all hops; by default in the order of finding."""
+        return [list(t.found.values())[:k] for t in trails]
 
 
 #: Name in ``retriever.planner`` -> where its class is. Add a planner: one file and one line here.

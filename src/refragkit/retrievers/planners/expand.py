@@ -1,72 +1,244 @@
-"""Follow the titles that found passages and question mention; ask for what the question still misses.
+"""Follow the titles and names that found passages and question mention; ask for what the question still misses.
 
-No model is needed: a graph of title mentions is built when the corpus is indexed.
+Hop 1 asks the question; a passage whose title the question mentions moves up. Each later hop takes the strongest
+passage not yet followed (the seed) and asks for the names in it that the question doesn't have, with the question's
+words that the seed lacks. What this search finds, what the seeds mention by title and what mentions them are the
+candidates, and the hop keeps those that are most likely evidence (see ``evidence.py``). No language model is needed.
+
+In a corpus whose passages don't mention each other's titles there is nothing to follow: it stops after hop 1, whose
+order is then exactly the retriever's.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from refragkit.retrievers.base import Retriever
-from refragkit.retrievers.bm25 import words
-from refragkit.retrievers.links import LinkGraph, TitleIndex
-from refragkit.retrievers.planners.base import Ask, QueryPlanner, Trail
+from refragkit.retrievers.links import WORD
+from refragkit.retrievers.passage_graph import PassageGraph
+from refragkit.retrievers.planners.base import QueryPlanner, Trail
+from refragkit.retrievers.planners.evidence import EvidenceFeatures, EvidenceModel, QuestionTerms
 from refragkit.types import Hit
 
-_ASKING_TEXT = """
-what which who whom whose when where why how does did do has have had were was are is many much name
-"""
-_ASKING = frozenset(_ASKING_TEXT.split())
-_WORD = re.compile(r"\w+")
+# Words that ask, and say nothing about what is asked for.
+_ASKING_TEXT = (
+    "what which who whom whose when where why how does did do has have had were was are is many much name"
+)
+#: Hits of the question, and of each follow-up query, that become candidates.
+QUESTION_DEPTH, FOLLOW_UP_DEPTH = 40, 15
+#: Passages whose mentions are followed.
+SEEDS = 5
+#: A passage that more passages mention than this leads nowhere in particular.
+MAX_BACKLINKS = 60
+#: Names of the seed in a follow-up query.
+QUERY_NAMES = 8
+#: How far a passage moves up in hop 1 when the question mentions its title (in best scores), for a title of this
+#: summed rarity or more.
+NAMED_BONUS, NAMED_WEIGHT = 0.33, 15.0
+#: From hop 3 on, a question stops when no passage that it doesn't have is likelier evidence than this.
+STOP_BELOW = 0.05
+# A capitalised word, or several with small words between them.
+_NAME = re.compile(r"\b[A-Z][\w'-]*(?:\s+(?:of|the|de|von|van|and)?\s*[A-Z][\w'-]*)*")
+
+
+@dataclass(slots=True)
+class Memory:
+    """What the planner keeps about one question.
+
+    Attributes:
+        terms: the question's words and the passages that it names.
+        pool: every candidate seen, by position in the corpus.
+        scores: per query, the retriever's score of each candidate, divided by the query's best.
+        strength: each candidate's fit to the question alone.
+        evidence: each candidate's probability after the last hop; empty after hop 1.
+        followed: the seeds that were asked about.
+        features: of the pool at the last hop, in its order.
+    """
+
+    terms: QuestionTerms
+    pool: dict[int, None] = field(default_factory=dict)
+    scores: dict[str, dict[int, float]] = field(default_factory=dict)
+    strength: dict[int, float] = field(default_factory=dict)
+    evidence: dict[int, float] = field(default_factory=dict)
+    followed: set[int] = field(default_factory=set)
+    features: NDArray[np.float64] | None = None
+
+    def best(self) -> list[tuple[int, float]]:
+        """The candidates, the likeliest evidence first."""
+        values = self.evidence or self.strength
+        return sorted(values.items(), key=lambda item: -item[1])
 
 
 class ExpandPlanner(QueryPlanner):
-    """Hop 1 asks the question; later hops ask for the linked passages with the question's open words."""
+    """Hop 1 asks the question, later hops ask for what it leads to."""
 
     name: ClassVar[str] = "expand"
 
+    def __init__(self, model: EvidenceModel | None = None) -> None:
+        """``model`` replaces the package's own weights."""
+        self._model = model
+
     def open_index(self, retriever: Retriever, cache_dir: str | Path | None = None) -> None:
-        """Build the link graph."""
+        """Load or build the graph of the retriever's corpus."""
         self._retriever = retriever
-        self._titles = TitleIndex(retriever.documents)
-        self._links = LinkGraph.open(retriever.documents, retriever.corpus_hash, self._titles, cache_dir)
-        self._positions = {d.doc_id: i for i, d in enumerate(retriever.documents)}
+        self._graph = PassageGraph.open(retriever.documents, retriever.corpus_hash, cache_dir)
+        self._features = EvidenceFeatures(self._graph)
+        self._asking = frozenset(self._graph.stem(_ASKING_TEXT))
+        self._position = {d.doc_id: i for i, d in enumerate(retriever.documents)}
+        if self._model is None:
+            self._model = EvidenceModel.load()
 
-    def plan(self, trails: Sequence[Trail]) -> list[Ask | None]:
-        """Rank what the question and the found passages mention by how well it fits the question."""
-        documents = self._retriever.documents
-        candidates: list[list[str]] = []
-        for trail in trails:
-            linked = dict.fromkeys(self._titles.mentions(trail.question.question))
-            for doc_id in trail.found:
-                linked.update(dict.fromkeys(self._links[self._positions[doc_id]]))
-            candidates.append([documents[i].doc_id for i in linked if documents[i].doc_id not in trail.found])
-        scores = self._retriever.score([t.question.question for t in trails], candidates)
-        return [self._ask(t, ids, s) for t, ids, s in zip(trails, candidates, scores, strict=True)]
+    def depth(self, k: int) -> int:
+        """Enough to choose from."""
+        return max(k, QUESTION_DEPTH)
 
-    def _ask(self, trail: Trail, doc_ids: Sequence[str], scores: Sequence[float]) -> Ask | None:
-        documents = self._retriever.documents
-        ranked = sorted(zip(doc_ids, scores, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        linked = tuple(Hit(documents[self._positions[i]], s) for i, s in ranked)
-        if not trail.hops:
-            return Ask(trail.question.question, linked)
-        if not linked:
+    # --- what to ask --------------------------------------------------------------------------------------
+
+    def plan(self, trails: Sequence[Trail]) -> list[str | None]:
+        """The question, then one query per seed until nothing promising is left."""
+        return [t.question.question if not t.hops else self._follow_up(t) for t in trails]
+
+    def _follow_up(self, trail: Trail) -> str | None:
+        if not self._graph.has_links:
             return None
-        seen = {w for h in trail.found.values() for w in words(f"{h.document.title} {h.document.text}")}
-        missing = [
-            w
-            for w in _WORD.findall(trail.question.question)
-            if w.lower() not in seen and w.lower() not in _ASKING and words(w)
-        ]
-        titles = list(dict.fromkeys(h.document.title for h in linked[:3]))
-        query = " ".join(["; ".join(titles), *missing])
-        return None if query in trail.queries else Ask(query, linked)
+        memory: Memory = trail.memory
+        found = {self._position[i] for i in trail.found}
+        if (
+            memory.evidence
+            and max((p for d, p in memory.evidence.items() if d not in found), default=0) < STOP_BELOW
+        ):
+            return None
+        for seed, _ in memory.best():
+            if seed in found and seed not in memory.followed:
+                memory.followed.add(seed)
+                query = self._query(trail.question.question, memory.terms, seed)
+                if query and query not in trail.queries:
+                    return query
+        return None
 
-    def merge(self, trail: Trail, ask: Ask, hits: Sequence[Hit], k: int) -> list[Hit]:
-        """Linked passages first; what the search found fills up."""
-        linked = ask.linked[:k] if trail.hops else ask.linked[:1]
-        merged = {h.doc_id: h for h in (*linked, *hits)}
-        return list(merged.values())[:k]
+    def _query(self, question: str, terms: QuestionTerms, seed: int) -> str:
+        """The seed's rarest names that the question doesn't have, then the question's words the seed lacks."""
+        graph = self._graph
+        asked = {int(i) for i in terms.ids}
+        names: dict[str, float] = {}
+        for name in dict.fromkeys(_NAME.findall(self._retriever.documents[seed].text)):
+            ids, _ = graph.term_ids(name)
+            if len(ids) and not asked.issuperset(int(i) for i in ids):
+                names[name] = float(graph.idf[ids].max())
+        rarest = sorted(names, key=lambda n: -names[n])[:QUERY_NAMES]
+        if not rarest:
+            return ""
+        has = {int(i) for i in graph.terms[seed]}
+        missing = []
+        for word in dict.fromkeys(WORD.findall(question)):
+            ids, unknown = graph.term_ids(word)
+            if unknown or any(int(i) in asked and int(i) not in has for i in ids):
+                missing.append(word)
+        return " ".join([*rarest, *missing])
+
+    # --- what to keep -------------------------------------------------------------------------------------
+
+    def merge(
+        self, trails: Sequence[Trail], queries: Sequence[str], found: Sequence[Sequence[Hit]], k: int
+    ) -> list[list[Hit]]:
+        """The k likeliest of the candidates that the question doesn't have yet."""
+        if not self._graph.has_links:
+            for trail, hits in zip(trails, found, strict=True):
+                trail.memory = list(hits)
+            return [list(hits[:k]) for hits in found]
+        seeds = []
+        for trail, hits in zip(trails, found, strict=True):
+            if trail.memory is None:
+                trail.memory = Memory(self._terms(trail.question.question))
+            seeds.append(
+                self._extend(trail.memory, [self._position[h.doc_id] for h in hits], bool(trail.hops))
+            )
+        self._score(trails, queries, found)
+        for trail, start in zip(trails, seeds, strict=True):
+            memory: Memory = trail.memory
+            self._weigh_strength(trail)
+            if trail.hops:
+                self._weigh_evidence(memory, start, trail.question.question)
+        return [self._hits(t, k, {self._position[i] for i in t.found}) for t in trails]
+
+    def rank(self, trails: Sequence[Trail], k: int) -> list[list[Hit]]:
+        """Every candidate that was seen, the likeliest first."""
+        if not self._graph.has_links:
+            return [t.memory[:k] for t in trails]
+        return [self._hits(t, k, set()) for t in trails]
+
+    def _hits(self, trail: Trail, k: int, known: set[int]) -> list[Hit]:
+        documents = self._retriever.documents
+        ranked = [(-value, documents[d].doc_id, d) for d, value in trail.memory.best() if d not in known]
+        return [Hit(documents[d], -value) for value, _, d in sorted(ranked)[:k]]
+
+    def _terms(self, question: str) -> QuestionTerms:
+        graph = self._graph
+        text = " ".join(w for w in WORD.findall(question) if not self._asking.issuperset(graph.stem(w)))
+        ids, unknown = graph.term_ids(text)
+        total = float(graph.idf[ids].sum()) + unknown * math.log(len(graph.terms))
+        return QuestionTerms(ids, total, dict.fromkeys(graph.title_index.mentions(question)))
+
+    def _extend(self, memory: Memory, hits: Sequence[int], follow_up: bool) -> dict[int, float]:
+        """Add a hop's candidates to the pool; returns the seeds that they come from, with their strengths."""
+        if not follow_up:
+            memory.pool.update(dict.fromkeys([*hits, *memory.terms.named]))
+            return {}
+        strongest = sorted(memory.strength.items(), key=lambda item: -item[1])[:SEEDS]
+        seeds = dict(strongest)
+        for d, p in memory.best()[:SEEDS] if memory.evidence else ():
+            seeds[d] = max(memory.strength[d], p)
+        seeds = dict(sorted(seeds.items(), key=lambda item: -item[1]))
+        memory.pool.update(dict.fromkeys(hits[:FOLLOW_UP_DEPTH]))
+        for seed in seeds:
+            memory.pool.update(dict.fromkeys(map(int, self._graph.links[seed])))
+            back = self._graph.backlinks[seed]
+            if len(back) <= MAX_BACKLINKS:
+                memory.pool.update(dict.fromkeys(map(int, back)))
+        return seeds
+
+    def _score(self, trails: Sequence[Trail], queries: Sequence[str], found: Sequence[Sequence[Hit]]) -> None:
+        """Complete every query's scores for the pools, in one batch."""
+        documents = self._retriever.documents
+        jobs: list[tuple[Memory, str, list[int]]] = []
+        best: dict[int, float] = {}
+        for trail, query, hits in zip(trails, queries, found, strict=True):
+            memory: Memory = trail.memory
+            # A score of 0 or below carries no information to compare with; 1 leaves it as it is.
+            best[len(jobs) + len(memory.scores)] = hits[0].score if hits and hits[0].score > 0 else 1.0
+            memory.scores[query] = {}
+            for asked, known in memory.scores.items():
+                jobs.append((memory, asked, [d for d in memory.pool if d not in known]))
+        values = self._retriever.score(
+            [q for _, q, _ in jobs], [[documents[d].doc_id for d in ds] for *_, ds in jobs]
+        )
+        for number, ((memory, query, new), scores) in enumerate(zip(jobs, values, strict=True)):
+            if number in best:
+                memory.scores[query][-1] = best[number]
+            unit = memory.scores[query][-1]
+            memory.scores[query].update((d, s / unit) for d, s in zip(new, scores, strict=True))
+
+    def _weigh_strength(self, trail: Trail) -> None:
+        memory: Memory = trail.memory
+        weights = self._graph.title_weight
+        for d, relevance in memory.scores[trail.question.question].items():
+            if d >= 0 and d not in memory.strength:
+                named = NAMED_BONUS * min(1.0, weights[d] / NAMED_WEIGHT) if d in memory.terms.named else 0.0
+                memory.strength[d] = relevance + float(named)
+
+    def _weigh_evidence(self, memory: Memory, seeds: dict[int, float], question: str) -> None:
+        assert self._model is not None
+        pool = np.array(list(memory.pool), dtype=np.int64)
+        relevance = np.array([memory.scores[question][d] for d in memory.pool])
+        others = [scores for query, scores in memory.scores.items() if query != question]
+        follow_up = np.array([max(scores[d] for scores in others) for d in memory.pool])
+        memory.features = self._features(memory.terms, seeds, pool, relevance, follow_up)
+        memory.evidence = dict(zip(memory.pool, map(float, self._model(memory.features)), strict=True))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from refragkit.retrievers.planners.base import Ask, QueryPlanner, Trail
+from refragkit.retrievers.planners.base import QueryPlanner, Trail
 
 _REFERENCE = re.compile(r"#(\d+)")
 
@@ -19,15 +19,15 @@ class GoldPlanner(QueryPlanner):
 
     name: ClassVar[str] = "gold"
 
-    def plan(self, trails: Sequence[Trail]) -> list[Ask | None]:
+    def plan(self, trails: Sequence[Trail]) -> list[str | None]:
         """The next sub-question, or None when there is none left."""
         return [self._next(t) for t in trails]
 
     @staticmethod
-    def _next(trail: Trail) -> Ask | None:
+    def _next(trail: Trail) -> str | None:
         steps = trail.question.decomposition
         if not steps:
-            return None if trail.hops else Ask(trail.question.question)
+            return None if trail.hops else trail.question.question
         if len(trail.hops) >= len(steps):
             return None
 
@@ -37,4 +37,4 @@ class GoldPlanner(QueryPlanner):
 
         # MuSiQue writes some steps as "X >> relation".
         step = str(steps[len(trail.hops)]["question"]).replace(" >> ", " ")
-        return Ask(_REFERENCE.sub(answer, step))
+        return _REFERENCE.sub(answer, step)

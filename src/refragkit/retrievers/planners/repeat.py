@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from refragkit.retrievers.planners.base import Ask, QueryPlanner, Trail
+from refragkit.retrievers.planners.base import QueryPlanner, Trail
 
 
 class RepeatPlanner(QueryPlanner):
@@ -13,6 +13,6 @@ class RepeatPlanner(QueryPlanner):
 
     name: ClassVar[str] = "repeat"
 
-    def plan(self, trails: Sequence[Trail]) -> list[Ask | None]:
+    def plan(self, trails: Sequence[Trail]) -> list[str | None]:
         """The question, for every trail."""
-        return [Ask(t.question.question) for t in trails]
+        return [t.question.question for t in trails]

@@ -1,0 +1,231 @@
+"""How likely it is that a passage is part of a question's evidence, given what was found so far.
+
+Fourteen features of a (question, passage) pair and a network of one hidden layer. The features say how well the
+passage fits the question and the follow-up query, whether the question names it, and how the passages found lead to
+it: do they mention it, where, in which words, and does it bring the words of the question that they lack.
+
+The weights ship with the package; ``fit`` makes them from annotated questions. No label is used when retrieving.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refragkit.errors import RetrievalError
+from refragkit.retrievers.passage_graph import FloatArray, IntArray, PassageGraph
+
+WEIGHTS_FILE = Path(__file__).with_name("evidence.json")
+
+FEATURES = (
+    "relevance",  # the retriever's score for the question, divided by the best one
+    "follow_up",  # the same for the best of the follow-up queries
+    "named",  # the question mentions the title
+    "covered",  # share of the question's words (by rarity) that the passage has
+    "linked",  # strength of the best seed that mentions it
+    "link_missing",  # share of the question's words that this seed lacks and the passage has
+    "link_context",  # share of the question's words around that mention
+    "link_early",  # near 1 for a mention at the seed's beginning
+    "link_count",  # how many seeds mention it
+    "links_back",  # strength of the best seed that it mentions
+    "back_missing",  # share of the question's words that this seed lacks and the passage has
+    "shared_names",  # rarity of the names it shares with a seed and not with the question
+    "shared_missing",  # the same times the missing words it brings
+    "popularity",  # how many passages mention it (log)
+    "copies",  # how many passages share its title (log)
+)
+#: Seeds whose names are compared with every candidate's.
+NAME_SEEDS = 3
+
+
+@dataclass(slots=True)
+class QuestionTerms:
+    """A question's content words and the passages that it names.
+
+    Attributes:
+        ids: distinct stems that occur in the corpus, question words left out.
+        total: their summed rarity, stems that no passage has included.
+        named: the documents whose title it mentions.
+    """
+
+    ids: IntArray
+    total: float
+    named: dict[int, None] = field(default_factory=dict)
+
+
+class EvidenceFeatures:
+    """Computes the features of all candidates of a question at once."""
+
+    def __init__(self, graph: PassageGraph) -> None:
+        """Prepare for the passages of a graph."""
+        self.graph = graph
+        self._weight = np.zeros(len(graph.vocabulary))  # scratch: always all zero between calls
+
+    def coverage(self, ids: IntArray, pool: IntArray, names_only: bool = False) -> FloatArray:
+        """[pool] summed rarity of the given terms in each document."""
+        indices, rows = self.graph.terms.span(pool)
+        if names_only:
+            kept = self.graph.is_name[indices]
+            indices, rows = indices[kept], rows[kept]
+        self._weight[ids] = self.graph.idf[ids]
+        sums = np.bincount(rows, weights=self._weight[self.graph.terms.values[indices]], minlength=len(pool))
+        self._weight[ids] = 0.0
+        return np.asarray(sums, dtype=np.float64)
+
+    def __call__(
+        self,
+        question: QuestionTerms,
+        seeds: Mapping[int, float],
+        pool: IntArray,
+        relevance: FloatArray,
+        follow_up: FloatArray,
+    ) -> NDArray[np.float64]:
+        """The features of every candidate.
+
+        Args:
+            question: the question.
+            seeds: documents to start from and their strengths, the strongest first.
+            pool: [n] candidate documents, distinct.
+            relevance: [n] see ``FEATURES``.
+            follow_up: [n] see ``FEATURES``.
+
+        Returns:
+            [n, len(FEATURES)].
+        """
+        graph, total = self.graph, question.total or 1.0
+        x = np.zeros((len(pool), len(FEATURES)))
+        column = {name: x[:, i] for i, name in enumerate(FEATURES)}
+        row_of = {int(p): i for i, p in enumerate(pool)}
+        column["relevance"][:] = relevance
+        column["follow_up"][:] = follow_up
+        column["named"][:] = [float(int(p) in question.named) for p in pool]
+        column["covered"][:] = self.coverage(question.ids, pool) / total
+        column["popularity"][:] = np.log1p(np.diff(graph.backlinks.starts)[pool])
+        column["copies"][:] = np.log(graph.copies[pool])
+        link_indices, link_rows = graph.links.span(pool)
+        pool_links = graph.links.values[link_indices]
+        for number, (seed, strength) in enumerate(seeds.items()):
+            missing = np.setdiff1d(question.ids, graph.terms[seed])
+            brings = self.coverage(missing, pool) / total
+            first = int(graph.links.starts[seed])
+            for offset, target in enumerate(graph.links[seed]):
+                row = row_of.get(int(target))
+                if row is None:
+                    continue
+                column["link_count"][row] += 1
+                if strength > column["linked"][row]:
+                    context = np.intersect1d(question.ids, graph.contexts[first + offset])
+                    column["linked"][row] = strength
+                    column["link_missing"][row] = brings[row]
+                    column["link_context"][row] = graph.idf[context].sum() / total
+                    column["link_early"][row] = 1.0 / (1.0 + graph.link_position[first + offset] / 10.0)
+            back = np.unique(link_rows[pool_links == seed])
+            back = back[strength > column["links_back"][back]]
+            column["links_back"][back] = strength
+            column["back_missing"][back] = brings[back]
+            if number < NAME_SEEDS:
+                span = slice(graph.terms.starts[seed], graph.terms.starts[seed + 1])
+                names = graph.terms.values[span][graph.is_name[span]]
+                shared = self.coverage(np.setdiff1d(names, question.ids), pool)
+                shared = strength * shared / (shared + 20.0)
+                if seed in row_of:  # a passage shares all its names with itself
+                    shared[row_of[seed]] = 0.0
+                np.maximum(column["shared_names"], shared, out=column["shared_names"])
+                np.maximum(column["shared_missing"], shared * brings, out=column["shared_missing"])
+        return x
+
+
+class EvidenceModel:
+    """Probability that a candidate is evidence: ``sigmoid(b2 + w2 · tanh(b1 + w1 · standardised features))``."""
+
+    def __init__(self, weights: Mapping[str, Sequence[float] | Sequence[Sequence[float]]]) -> None:
+        """Wrap weights.
+
+        Args:
+            weights: ``mean`` and ``scale`` [features], ``w1`` [features, hidden], ``b1`` [hidden], ``w2`` [hidden],
+                ``b2`` [1].
+
+        Raises:
+            RetrievalError: a shape doesn't fit the features.
+        """
+        arrays = {key: np.asarray(value, dtype=np.float64) for key, value in weights.items()}
+        hidden = arrays["b1"].shape[0]
+        expected = {
+            "mean": (len(FEATURES),),
+            "scale": (len(FEATURES),),
+            "w1": (len(FEATURES), hidden),
+            "b1": (hidden,),
+            "w2": (hidden,),
+            "b2": (1,),
+        }
+        for key, shape in expected.items():
+            if key not in arrays or arrays[key].shape != shape:
+                got = arrays[key].shape if key in arrays else "nothing"
+                raise RetrievalError(f"evidence weights: expected {key} of shape {shape}, got {got}")
+        self.weights = arrays
+
+    def __call__(self, features: NDArray[np.float64]) -> FloatArray:
+        """[n, len(FEATURES)] -> [n] in (0, 1)."""
+        w = self.weights
+        hidden = np.tanh((features - w["mean"]) / w["scale"] @ w["w1"] + w["b1"])
+        probability: FloatArray = 1.0 / (1.0 + np.exp(-(hidden @ w["w2"] + w["b2"])))
+        return probability
+
+    @classmethod
+    def load(cls, path: Path = WEIGHTS_FILE) -> EvidenceModel:
+        """Read weights that ``save`` wrote; by default those of the package."""
+        return cls(json.loads(path.read_text(encoding="utf-8"))["weights"])
+
+    def save(self, path: Path, note: str) -> None:
+        """Write the weights with a note on where they come from."""
+        rounded = {k: np.round(v, 5).tolist() for k, v in self.weights.items()}
+        content = {"note": note, "features": list(FEATURES), "weights": rounded}
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def fit_evidence(
+    features: Sequence[NDArray[np.float64]],
+    labels: Sequence[NDArray[np.bool_]],
+    hidden: int = 16,
+    weight_decay: float = 0.02,
+    steps: int = 600,
+    seed: int = 0,
+) -> EvidenceModel:
+    """Fit the network by logistic loss, full batch, on the CPU; the same arguments give the same weights.
+
+    Args:
+        features: per question, [n, len(FEATURES)].
+        labels: per question, [n] whether the candidate is a supporting passage.
+        hidden: units of the hidden layer.
+        weight_decay: of the weights, not the biases.
+        steps: of Adam.
+        seed: of the initial weights.
+    """
+    import torch
+
+    x = np.concatenate(features)
+    y = torch.from_numpy(np.concatenate(labels).astype(np.float32))
+    mean, scale = x.mean(axis=0), np.maximum(x.std(axis=0), 1e-6)
+    standard = torch.from_numpy(((x - mean) / scale).astype(np.float32))
+    generator = torch.Generator().manual_seed(seed)
+    w1 = (torch.randn(x.shape[1], hidden, generator=generator) / x.shape[1] ** 0.5).requires_grad_()
+    w2 = (torch.randn(hidden, generator=generator) / hidden**0.5).requires_grad_()
+    b1, b2 = torch.zeros(hidden, requires_grad=True), torch.full((1,), -2.0, requires_grad=True)
+    decayed = {"params": [w1, w2], "weight_decay": weight_decay}
+    optimiser = torch.optim.AdamW([decayed, {"params": [b1, b2], "weight_decay": 0.0}], lr=0.02)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.02, steps)
+    for _ in range(steps):
+        logits = torch.tanh(standard @ w1 + b1) @ w2 + b2
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, y)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        schedule.step()
+    tensors = {"w1": w1, "b1": b1, "w2": w2, "b2": b2}
+    weights = {k: v.detach().double().numpy() for k, v in tensors.items()}
+    return EvidenceModel({"mean": mean, "scale": scale, **weights})
