@@ -17,12 +17,18 @@ def problem(tokens: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return hidden, weight, targets
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 5, 1024])
-def test_equals_the_plain_loss_in_value_and_gradient(chunk_tokens: int) -> None:
+@pytest.mark.parametrize("kept_elements", [0, 200, 10**6])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1024])
+def test_equals_the_plain_loss_in_value_and_gradient(
+    chunk_tokens: int, kept_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_KEPT_ELEMENTS", kept_elements)
     hidden, weight, targets = problem(23, 37, torch.float64)
     scale = torch.linspace(0.5, 2, 23, dtype=torch.float64)
     loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens)
-    got = torch.autograd.grad((loss * scale).sum(), (hidden, weight))
+    got = torch.autograd.grad((loss * scale).sum(), (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad((loss * scale).sum(), (hidden, weight))
+    assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
     plain = functional.cross_entropy(hidden @ weight.T, targets, reduction="none")
     wanted = torch.autograd.grad((plain * scale).sum(), (hidden, weight))
     torch.testing.assert_close(loss, plain)

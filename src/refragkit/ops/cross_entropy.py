@@ -1,8 +1,8 @@
 """Cross-entropy straight from hidden states: the logits of all tokens are never held at once.
 
 Source: the idea of Wijmans et al. 2024, "Cut your losses" (arXiv 2411.09009), with plain matrix products.
-Differs: rows whose target is ignored are left out before any product, and a batch whose logits fit in one block
-keeps them for the backward pass instead of computing them again.
+Differs: rows whose target is ignored are left out before any product, and as many logits as fit a fixed budget are
+kept for the backward pass instead of being computed again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ IGNORED = -100
 # Float32 logits held at once, in elements: 64 MiB, small beside any vocabulary's weight yet enough rows to
 # keep the product compute-bound.
 _BLOCK_ELEMENTS = 16 * 2**20
+# Kept for the backward pass, in elements: 128 MiB.
+_KEPT_ELEMENTS = 32 * 2**20
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int = 1024) -> Tensor:
@@ -63,32 +65,42 @@ class _Loss(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
         normalisers = torch.empty_like(losses)
-        logits = None
+        room = _KEPT_ELEMENTS if any(ctx.needs_input_grad) else 0
+        kept: list[Tensor] = []  # logits of the first blocks
         for start in range(0, len(targets), block):
             end = start + block
             logits = (hidden[start:end] @ weight.T).to(dtype)
-            normalisers[start:end] = logits.logsumexp(-1)
             picked = logits.gather(1, targets[start:end, None]).squeeze(1)
+            highest = logits.amax(-1, keepdim=True)
+            room -= logits.numel()
+            if room >= 0:
+                kept.append(logits)
+                shifted = logits - highest
+            else:
+                shifted = logits.sub_(highest)
+            normalisers[start:end] = shifted.exp_().sum(-1).log_() + highest.squeeze(1)
             losses[start:end] = normalisers[start:end] - picked
         ctx.block = block
-        keep = logits is not None and len(targets) <= block and (hidden.requires_grad or weight.requires_grad)
-        ctx.save_for_backward(hidden, weight, targets, normalisers, logits if keep else None)
+        ctx.save_for_backward(hidden, weight, targets, normalisers, *kept)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, targets, normalisers, kept_logits = ctx.saved_tensors
+        hidden, weight, targets, normalisers, *kept = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # Summed over blocks in float32: a bf16 sum would lose the small blocks
         grad_weight = torch.zeros_like(weight, dtype=normalisers.dtype) if wants_weight else None
-        for start in range(0, len(targets), ctx.block):
+        for number, start in enumerate(range(0, len(targets), ctx.block)):
             end = start + ctx.block
-            logits = kept_logits
-            if logits is None:
-                logits = (hidden[start:end] @ weight.T).to(normalisers.dtype)
-            probabilities = (logits - normalisers[start:end, None]).exp_()
+            if number < len(kept):
+                shifted = kept[number] - normalisers[start:end, None]
+            else:
+                shifted = (
+                    (hidden[start:end] @ weight.T).to(normalisers.dtype).sub_(normalisers[start:end, None])
+                )
+            probabilities = shifted.exp_()
             probabilities.scatter_add_(
                 1, targets[start:end, None], probabilities.new_full((len(probabilities), 1), -1.0)
             )
