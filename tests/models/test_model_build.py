@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,15 @@ def test_the_yaml_is_the_signature(name: str) -> None:
     assert {key: parameters[key].default for key in cfg} == cfg
 
 
+def test_without_a_tokenizer_the_vocabulary_has_the_size_that_data_trains() -> None:
+    data = yaml.safe_load((FOLDER.parent / "data" / "multihop_qa.yaml").read_text())
+    assert build_model(node("hybrid"), device="meta").vocab_size == data["vocab_size"]
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("size", ["tiny", "small", "130m", "1.5b"])
-def test_every_size_builds_on_the_meta_device_at_once(name: str, size: str) -> None:
-    start = time.monotonic()
+def test_every_size_builds_on_the_meta_device(name: str, size: str) -> None:
     model = build_model(node(name, size=size), vocab_size=5000, device="meta")
-    assert time.monotonic() - start < 5
     assert all(parameter.is_meta for parameter in model.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
     assert total == sum(model.parameter_counts().values())
@@ -114,7 +116,6 @@ def test_omegaconf_nodes_are_read() -> None:
     ("overrides", "vocab_size", "message"),
     [
         ({"size": "huge"}, 50, "sizes are tiny, small, 130m, 1.5b"),
-        ({}, None, "vocab_size is null"),
         ({"vocab_size": 40}, 50, "model.vocab_size is 40, but the tokenizer has 50"),
         ({"block_pattern": "TXM"}, 50, "got 'TXM' with 'X'"),
         ({"block_pattern": ""}, 50, "block_pattern"),

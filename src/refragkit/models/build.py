@@ -15,6 +15,8 @@ from refragkit.models.config import SIZES, ModelConfig
 from refragkit.models.hybrid import HybridLM
 from refragkit.models.location import model_location
 
+DEFAULT_VOCAB_SIZE = 4096
+
 
 def build_model(
     cfg: Mapping[str, Any], vocab_size: int | None = None, seed: int = 0, device: str = "cpu"
@@ -23,13 +25,14 @@ def build_model(
 
     Args:
         cfg: a ``conf/model`` node (plain or OmegaConf): ``_target_`` and the arguments of that function.
-        vocab_size: the tokenizer's size; used where neither the node nor its size fixes one.
+        vocab_size: the tokenizer's size; used where neither the node nor its size fixes one. None stands for 4096, the
+            size of the tokenizers that ``conf/data`` trains.
         seed: of the initial weights, which depend on nothing else; in particular not on torch's global state.
         device: where to put them; ``meta`` allocates nothing.
 
     Raises:
-        ConfigError: an unknown target, argument or size, values that don't fit together, no vocabulary size at all,
-            or one that is smaller than the tokenizer's.
+        ConfigError: an unknown target, argument or size, values that don't fit together, or a vocabulary smaller
+            than the tokenizer's.
         CheckpointError: ``path`` is set and there is no model that can be read.
     """
     arguments = {str(key): _plain(value) for key, value in dict(cfg).items()}
@@ -49,8 +52,10 @@ def build_model(
             .get(str(arguments.get("size")), {})
             .get("vocab_size")
         )
-    if path is not None or fixed is None:
+    if path is not None:
         arguments["vocab_size"] = vocab_size
+    elif fixed is None:
+        arguments["vocab_size"] = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     elif vocab_size is not None and fixed < vocab_size:
         raise ConfigError(
             f"model.vocab_size is {fixed}, but the tokenizer has {vocab_size} entries: ids would fall outside the "
