@@ -155,8 +155,9 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     theta = float(parameters.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
-    _only({**values, **parameters}, partial_rotary_factor=1.0)
-    parameters.pop("partial_rotary_factor", None)
+    _only({**values, **parameters}, partial_rotary_factor=1.0, rope_interleaved=False)
+    for key in ("partial_rotary_factor", "rope_interleaved"):
+        parameters.pop(key, None)
     if kind == "default":
         return theta, None
     if kind in ("llama3", "yarn") and parameters.get("original_max_position_embeddings") is None:
@@ -467,7 +468,7 @@ def _original_time_mix(config: ModelConfig, i: int, theirs: str) -> list[Entry]:
         table.append(Entry(f"{theirs}.{letter}1", f"{ours}.{name}.down.weight", "transposed"))
         table.append(Entry(f"{theirs}.{letter}2", f"{ours}.{name}.up.weight", "transposed"))
         if letter != "g":
-            table.append(Entry(f"{theirs}.{letter}0", f"{ours}.{name}.up.bias", "row"))
+            table.append(Entry(f"{theirs}.{letter}0", f"{ours}.{name}.bias", "row"))
     if config.wkv_group_norm:
         table += [Entry(f"{theirs}.ln_x.{kind}", f"{ours}.ln_x.{kind}") for kind in ("weight", "bias")]
     return table
@@ -541,7 +542,7 @@ def _fla_entries(config: ModelConfig) -> list[Entry]:
             table.append(Entry(f"{lora}.0.weight", f"{ours}.mixer.{name}.down.weight"))
             table.append(Entry(f"{lora}.2.weight", f"{ours}.mixer.{name}.up.weight"))
             if letter != "g":
-                table.append(Entry(f"{lora}.2.bias", f"{ours}.mixer.{name}.up.bias"))
+                table.append(Entry(f"{lora}.2.bias", f"{ours}.mixer.{name}.bias"))
         table += _affine(f"{theirs}.attn.g_norm", f"{ours}.mixer.ln_x")
         table.append(Entry(f"{theirs}.ffn.x_k", f"{ours}.mlp.x_k", "vector"))
         table += [Entry(f"{theirs}.ffn.{p}.weight", f"{ours}.mlp.{p}.weight") for p in ("key", "value")]

@@ -27,7 +27,11 @@ _MAX_DECAY_RATE = math.exp(-0.5)  # log-decays lie in (-0.6065, 0)
 
 
 class LowRank(nn.Module):
-    """``up(activation(down(x)))`` through a narrow middle, with a bias on the way out where asked."""
+    """``up(activation(down(x))) + bias`` through a narrow middle.
+
+    The bias (where there is one) is added in float32: it can be many times larger than what bfloat16 would round
+    off, and for decays that matters.
+    """
 
     def __init__(
         self, width: int, rank: int, activation: Literal["tanh", "sigmoid", "none"], bias: bool
@@ -35,7 +39,8 @@ class LowRank(nn.Module):
         super().__init__()
         self.activation = activation
         self.down = nn.Linear(width, rank, bias=False)
-        self.up = nn.Linear(rank, width, bias=bias)
+        self.up = nn.Linear(rank, width, bias=False)
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -44,18 +49,21 @@ class LowRank(nn.Module):
         width, rank = self.up.weight.shape
         gain = 0.1 * math.sqrt(max(1.0, rank / width))
         nn.init.orthogonal_(self.up.weight, gain=gain, generator=generator)
-        if self.up.bias is not None:
-            nn.init.zeros_(self.up.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., width]`` to the same shape."""
+        """``[..., width]`` to the same shape; float32 (or float64) where there is a bias."""
         inner = self.down(x)
         if self.activation == "tanh":
             inner = inner.tanh()
         elif self.activation == "sigmoid":
             inner = inner.sigmoid()
         out: Tensor = self.up(inner)
-        return out
+        if self.bias is None:
+            return out
+        precise = torch.promote_types(out.dtype, torch.float32)
+        return out.to(precise) + self.bias.to(precise)
 
 
 class RWKV7TimeMix(nn.Module):
@@ -117,14 +125,14 @@ class RWKV7TimeMix(nn.Module):
         zigzag = zigzag * zigzag.abs()
         self.decay.init_weights(generator)
         rates = -6 + 6 * (channel / (width - 1)) ** (1 + self.depth**0.3)
-        self.decay.up.bias.copy_(rates + 0.5 + zigzag * 2.5)
+        self.decay.get_parameter("bias").copy_(rates + 0.5 + zigzag * 2.5)
         self.iclr.init_weights(generator)
         if self.gate is not None:
             self.gate.init_weights(generator)
-        self.iclr.up.bias.copy_(-0.19 + zigzag * 0.3 + linear * 0.4)
+        self.iclr.get_parameter("bias").copy_(-0.19 + zigzag * 0.3 + linear * 0.4)
         if self.value_residual is not None:
             self.value_residual.init_weights(generator)
-            self.value_residual.up.bias.copy_(0.73 - linear * 0.4)
+            self.value_residual.get_parameter("bias").copy_(0.73 - linear * 0.4)
         self.k_k.copy_(0.71 - linear * 0.1)
         nn.init.constant_(self.k_a, 1.02)
         nn.init.constant_(self.r_k, -0.04)
@@ -169,14 +177,13 @@ class RWKV7TimeMix(nn.Module):
         x_v = torch.addcmul(x, delta, self.x_v)
         v = self.v_proj(x_v)
         w = self.decay(torch.addcmul(x, delta, self.x_w))
-        iclr = torch.sigmoid(self.iclr(torch.addcmul(x, delta, self.x_a)))
-        precise = torch.promote_types(w.dtype, torch.float32)
-        log_decay = -_MAX_DECAY_RATE * torch.sigmoid(w.to(precise))
+        iclr = torch.sigmoid(self.iclr(torch.addcmul(x, delta, self.x_a))).to(k.dtype)
+        log_decay = -_MAX_DECAY_RATE * torch.sigmoid(w)
         if self.value_residual is None or v_first is None:
             v_first = v
         else:
-            v = v + (v_first - v) * torch.sigmoid(self.value_residual(x_v))
-        kk = functional.normalize((k * self.k_k).view(shape).to(precise), dim=-1)
+            v = v + (v_first - v) * torch.sigmoid(self.value_residual(x_v)).to(v.dtype)
+        kk = functional.normalize((k * self.k_k).view(shape).to(log_decay.dtype), dim=-1)
         k = k * (1 + (iclr - 1) * self.k_a)
         removal, replacement = -kk, kk * iclr.view(shape)
         k_heads, v_heads, r_heads, log_decay = (
