@@ -184,7 +184,8 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
     try:
         validate(cfg)
         _write_config(OmegaConf.to_yaml(cfg, resolve=True), folder / "config.yaml")
-        print_config(cfg)
+        if choices.task == "train":  # elsewhere what was asked for should not drown in it
+            print_config(cfg)
         log.info("run folder: %s", _shown(folder))
         tracking = instantiate(cfg, "tracking", outputs=Path(cfg.paths.outputs).absolute())
         name = f"{choices.method}-{choices.model}-{choices.retriever} {folder.name}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from refragkit.data.collate import collate, micro_batch_indices, micro_batches
 from refragkit.data.conversation import Rendered
-from refragkit.errors import ConfigError
 from refragkit.methods.episodes import EpisodeBuilder
 from refragkit.ops.cross_entropy import linear_cross_entropy
 from refragkit.rewards.composite import CompositeReward
@@ -35,6 +34,7 @@ from refragkit.types import Batch, Conversation, Episode, Question
 
 if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
+    from refragkit.methods.recipes import Recipe
     from refragkit.models.base import SequenceModel
     from refragkit.retrievers.multi_hop import MultiHopRetriever
     from refragkit.rewards.base import Reward
@@ -42,90 +42,6 @@ if TYPE_CHECKING:
 
 # Prompts are read in groups of so many tokens, which bounds the memory of a large evaluation.
 _PREFILL_TOKENS = 16384
-
-Schedule = Literal["linear", "cosine", "constant"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The settings that every method has; a YAML of ``conf/method`` holds exactly these.
-
-    Attributes:
-        epochs: passes over the training examples.
-        max_steps: cap on optimiser steps; null: only ``epochs`` counts.
-        global_batch_size: examples in one optimiser step of the whole run.
-        max_seq_len: tokens of a training example; documents are cut to make room.
-        max_document_tokens: tokens of one document; null: no limit of its own.
-        max_new_tokens: longest generated answer.
-        lr: one learning rate for every parameter; null: the three below.
-        embedding_lr: for the (tied) embedding.
-        unembedding_lr: for an untied output head.
-        matrix_lr: for everything else.
-        init_lr_frac: factor on all rates when weights are pretrained.
-        scratch_lr_frac: factor on all rates when weights are random: nothing is there to be preserved.
-        weight_decay: AdamW's.
-        schedule: shape of the decay to 0 after warmup.
-        warmup_steps: linear warmup.
-        grad_clip: largest gradient norm; 0 switches clipping off.
-        eval_every: optimiser steps between evaluations; the last step is always evaluated.
-        eval_batches: evaluate at most this many global batches.
-        log_every: optimiser steps between log lines.
-    """
-
-    epochs: int
-    max_steps: int | None
-    global_batch_size: int
-    max_seq_len: int
-    max_document_tokens: int | None
-    max_new_tokens: int
-    lr: float | None
-    embedding_lr: float
-    unembedding_lr: float
-    matrix_lr: float
-    init_lr_frac: float
-    scratch_lr_frac: float
-    weight_decay: float
-    schedule: Schedule
-    warmup_steps: int
-    grad_clip: float
-    eval_every: int
-    eval_batches: int
-    log_every: int
-
-    needs_recurrence: ClassVar[bool] = False
-    needs_retriever: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        positive = (
-            "epochs",
-            "global_batch_size",
-            "max_new_tokens",
-            "eval_every",
-            "eval_batches",
-            "log_every",
-        )
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ConfigError(f"method.max_steps: expected null or at least 1, got {self.max_steps}")
-        for name in ("weight_decay", "warmup_steps", "grad_clip", "init_lr_frac", "scratch_lr_frac"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"method.{name}: expected 0 or more, got {getattr(self, name)}")
-        if self.max_seq_len <= self.max_new_tokens:
-            raise ConfigError(
-                f"method.max_seq_len={self.max_seq_len} leaves no room for a prompt beside"
-                f" method.max_new_tokens={self.max_new_tokens}; raise the first or lower the second"
-            )
-
-    def n_steps(self, n_examples: int) -> int:
-        """Optimiser steps of a run over ``n_examples``: ``epochs`` passes, at most ``max_steps``."""
-        steps = max(1, -(-self.epochs * n_examples // self.global_batch_size))
-        return steps if self.max_steps is None else min(steps, self.max_steps)
-
-    def module(self, components: Components) -> MethodModule:
-        """The Lightning module that trains ``components.model``."""
-        raise TypeError(f"{type(self).__name__} is not a method of its own")
 
 
 @dataclass

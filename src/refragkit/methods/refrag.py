@@ -25,55 +25,19 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING
 
-from refragkit.errors import ConfigError, DataError
-from refragkit.methods.base import Components, MethodModule, Prepared, Recipe, episode, reward_parts
+from refragkit.errors import DataError
+from refragkit.methods.base import MethodModule, Prepared, episode, reward_parts
 from refragkit.seeding import derive_seed
 from refragkit.types import Batch, Question
+
+if TYPE_CHECKING:
+    from refragkit.methods.recipes import Refrag
 
 log = logging.getLogger("refragkit")
 
 _WARN_AFTER_ZERO_STEPS = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refrag(Recipe):
-    """Settings of refrag; see ``Recipe`` for the shared ones.
-
-    Attributes:
-        objective: how rewards enter the loss.
-        target: which answer is trained on: the ``given`` gold one or the ``sampled`` one that was rewarded.
-        weight_floor: weight of an example whose answer earned nothing, in [0, 1); used with ``target: given`` only.
-        temperature: of the rewarded answers; 0 is greedy.
-        max_hops: searches for one question at most.
-        top_k_per_hop: passages of one search.
-    """
-
-    objective: Literal["reward_weighted"]
-    target: Literal["given", "sampled"]
-    weight_floor: float
-    temperature: float
-    max_hops: int
-    top_k_per_hop: int
-
-    needs_recurrence: ClassVar[bool] = True
-    needs_retriever: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("max_hops", "top_k_per_hop"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
-        if not 0 <= self.weight_floor < 1:
-            raise ConfigError(f"method.weight_floor: expected a number in [0, 1), got {self.weight_floor}")
-        if self.temperature < 0:
-            raise ConfigError(f"method.temperature: expected 0 or more, got {self.temperature}")
-
-    def module(self, components: Components) -> RefragModule:
-        """The Lightning module."""
-        return RefragModule(self, components)
 
 
 class RefragModule(MethodModule):

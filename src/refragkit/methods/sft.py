@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from refragkit.methods.base import Components, MethodModule, Prepared, Recipe
+from refragkit.methods.base import MethodModule, Prepared
 from refragkit.types import Batch, Question
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFT(Recipe):
-    """Settings of supervised fine-tuning; see ``Recipe``."""
-
-    def module(self, components: Components) -> SFTModule:
-        """The Lightning module."""
-        return SFTModule(self, components)
 
 
 class SFTModule(MethodModule):

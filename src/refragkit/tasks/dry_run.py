@@ -11,7 +11,7 @@ from refragkit.console import console
 
 if TYPE_CHECKING:
     from refragkit.experiment import Run
-    from refragkit.methods.base import Recipe
+    from refragkit.methods.recipes import Recipe
     from refragkit.models.base import SequenceModel
 
 log = logging.getLogger("refragkit")

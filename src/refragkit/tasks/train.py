@@ -10,7 +10,7 @@ from refragkit.errors import ConfigError
 if TYPE_CHECKING:
     from refragkit.data.datamodule import DataModule
     from refragkit.experiment import Run
-    from refragkit.methods.base import Recipe
+    from refragkit.methods.recipes import Recipe
 
 log = logging.getLogger("refragkit")
 

@@ -1,0 +1,151 @@
+"""The settings of the methods: what a YAML of ``conf/method`` holds, checked without loading torch or Lightning.
+
+The mathematics of each method is in its own file beside this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from refragkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from refragkit.methods.base import Components, MethodModule
+    from refragkit.methods.refrag import RefragModule
+    from refragkit.methods.sft import SFTModule
+
+Schedule = Literal["linear", "cosine", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The settings that every method has; a YAML of ``conf/method`` holds exactly these.
+
+    Attributes:
+        epochs: passes over the training examples.
+        max_steps: cap on optimiser steps; null: only ``epochs`` counts.
+        global_batch_size: examples in one optimiser step of the whole run.
+        max_seq_len: tokens of a training example; documents are cut to make room.
+        max_document_tokens: tokens of one document; null: no limit of its own.
+        max_new_tokens: longest generated answer.
+        lr: one learning rate for every parameter; null: the three below.
+        embedding_lr: for the (tied) embedding.
+        unembedding_lr: for an untied output head.
+        matrix_lr: for everything else.
+        init_lr_frac: factor on all rates when weights are pretrained.
+        scratch_lr_frac: factor on all rates when weights are random: nothing is there to be preserved.
+        weight_decay: AdamW's.
+        schedule: shape of the decay to 0 after warmup.
+        warmup_steps: linear warmup.
+        grad_clip: largest gradient norm; 0 switches clipping off.
+        eval_every: optimiser steps between evaluations; the last step is always evaluated.
+        eval_batches: evaluate at most this many global batches.
+        log_every: optimiser steps between log lines.
+    """
+
+    epochs: int
+    max_steps: int | None
+    global_batch_size: int
+    max_seq_len: int
+    max_document_tokens: int | None
+    max_new_tokens: int
+    lr: float | None
+    embedding_lr: float
+    unembedding_lr: float
+    matrix_lr: float
+    init_lr_frac: float
+    scratch_lr_frac: float
+    weight_decay: float
+    schedule: Schedule
+    warmup_steps: int
+    grad_clip: float
+    eval_every: int
+    eval_batches: int
+    log_every: int
+
+    needs_recurrence: ClassVar[bool] = False
+    needs_retriever: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive = (
+            "epochs",
+            "global_batch_size",
+            "max_new_tokens",
+            "eval_every",
+            "eval_batches",
+            "log_every",
+        )
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ConfigError(f"method.max_steps: expected null or at least 1, got {self.max_steps}")
+        for name in ("weight_decay", "warmup_steps", "grad_clip", "init_lr_frac", "scratch_lr_frac"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"method.{name}: expected 0 or more, got {getattr(self, name)}")
+        if self.max_seq_len <= self.max_new_tokens:
+            raise ConfigError(
+                f"method.max_seq_len={self.max_seq_len} leaves no room for a prompt beside"
+                f" method.max_new_tokens={self.max_new_tokens}; raise the first or lower the second"
+            )
+
+    def n_steps(self, n_examples: int) -> int:
+        """Optimiser steps of a run over ``n_examples``: ``epochs`` passes, at most ``max_steps``."""
+        steps = max(1, -(-self.epochs * n_examples // self.global_batch_size))
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+    def module(self, components: Components) -> MethodModule:
+        """The Lightning module that trains ``components.model``."""
+        raise TypeError(f"{type(self).__name__} is not a method of its own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT(Recipe):
+    """Settings of supervised fine-tuning; see ``Recipe``."""
+
+    def module(self, components: Components) -> SFTModule:
+        """The Lightning module."""
+        from refragkit.methods.sft import SFTModule
+
+        return SFTModule(self, components)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refrag(Recipe):
+    """Settings of refrag; see ``Recipe`` for the shared ones.
+
+    Attributes:
+        objective: how rewards enter the loss.
+        target: which answer is trained on: the ``given`` gold one or the ``sampled`` one that was rewarded.
+        weight_floor: weight of an example whose answer earned nothing, in [0, 1); used with ``target: given`` only.
+        temperature: of the rewarded answers; 0 is greedy.
+        max_hops: searches for one question at most.
+        top_k_per_hop: passages of one search.
+    """
+
+    objective: Literal["reward_weighted"]
+    target: Literal["given", "sampled"]
+    weight_floor: float
+    temperature: float
+    max_hops: int
+    top_k_per_hop: int
+
+    needs_recurrence: ClassVar[bool] = True
+    needs_retriever: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_hops", "top_k_per_hop"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
+        if not 0 <= self.weight_floor < 1:
+            raise ConfigError(f"method.weight_floor: expected a number in [0, 1), got {self.weight_floor}")
+        if self.temperature < 0:
+            raise ConfigError(f"method.temperature: expected 0 or more, got {self.temperature}")
+
+    def module(self, components: Components) -> RefragModule:
+        """The Lightning module."""
+        from refragkit.methods.refrag import RefragModule
+
+        return RefragModule(self, components)
