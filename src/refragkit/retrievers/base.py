@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from refragkit.errors import RetrievalError
 from refragkit.types import Document, Hit, Question
 
 logger = logging.getLogger(__name__)
+
+IntArray = NDArray[np.int64]
+ScoreArray = NDArray[np.float64]
 
 
 def passage_text(document: Document) -> str:
@@ -120,9 +124,21 @@ class Retriever(ABC):
         Returns:
             n lists of scores, as long as the lists of documents.
         """
+        self._require_index()
+        positions = [np.array([self._position(i) for i in ids], dtype=np.int64) for ids in doc_ids]
+        return [[float(v) for v in values] for values in self.score_at(queries, positions)]
+
+    def score_at(self, queries: Sequence[str], positions: Sequence[IntArray]) -> list[ScoreArray]:
+        """``score`` for documents given by their positions in the corpus.
+
+        Override it: this one searches the whole corpus and looks the scores up.
+        """
         found = self.search(queries, max(len(self.documents), 1))
-        tables = [{hit.doc_id: hit.score for hit in hits} for hits in found]
-        return [[t.get(i, 0.0) for i in ids] for t, ids in zip(tables, doc_ids, strict=True)]
+        tables = [{self._positions[hit.doc_id]: hit.score for hit in hits} for hits in found]
+        return [
+            np.array([table.get(int(p), 0.0) for p in chosen], dtype=np.float64)
+            for table, chosen in zip(tables, positions, strict=True)
+        ]
 
     def save(self, path: str | Path) -> None:
         """Write the index, its documents and its manifest into a folder, all or nothing.
@@ -235,6 +251,10 @@ class Retriever(ABC):
         if self._corpus_hash is None:
             self._corpus_hash = corpus_hash(self.documents)
         return self._corpus_hash
+
+    def _hits(self, positions: IntArray, scores: ScoreArray) -> list[Hit]:
+        documents = self.documents
+        return [Hit(documents[p], s) for p, s in zip(positions.tolist(), scores.tolist(), strict=True)]
 
     def _require_index(self) -> None:
         if not self.documents:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from refragkit.errors import RetrievalError
-from refragkit.retrievers.base import Retriever, best_first, passage_text
+from refragkit.retrievers.base import IntArray, Retriever, ScoreArray, best_first, passage_text
 from refragkit.types import Document, Hit
 
 if TYPE_CHECKING:
@@ -112,28 +112,31 @@ class BM25Retriever(Retriever):
         """The k best documents of each query; those that share no word with it come last, with score 0."""
         self._require_index()
         self._require_k(k)
+        return [self._hits(*best) for best in self.top(queries, k)]
+
+    def top(self, queries: Sequence[str], k: int) -> list[tuple[IntArray, ScoreArray]]:
+        """``search`` as arrays: per query, the positions of the best documents and their scores."""
         found = []
         for stems in self._stems(queries):
             scores = self._scores(stems)[self._searchable]
             best = best_first(scores, self._searchable, self._id_rank, k)
-            found.append([Hit(self.documents[self._searchable[i]], float(scores[i])) for i in best])
+            found.append((self._searchable[best], scores[best].astype(np.float64)))
         return found
 
-    def score(self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]) -> list[list[float]]:
+    def score_at(self, queries: Sequence[str], positions: Sequence[IntArray]) -> list[ScoreArray]:
         """BM25 of the given documents only."""
-        return self.score_with_best(queries, doc_ids)[0]
+        return [scores for scores, _ in self.score_with_best(queries, positions)]
 
     def score_with_best(
-        self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]
-    ) -> tuple[list[list[float]], list[float]]:
+        self, queries: Sequence[str], positions: Sequence[IntArray]
+    ) -> list[tuple[ScoreArray, float]]:
         """BM25 of the given documents, and each query's best score over the whole corpus."""
         self._require_index()
-        values, bests = [], []
-        for stems, ids in zip(self._stems(queries), doc_ids, strict=True):
+        result = []
+        for stems, chosen in zip(self._stems(queries), positions, strict=True):
             scores = self._scores(stems)
-            values.append([float(s) for s in scores[[self._position(i) for i in ids]]] if ids else [])
-            bests.append(float(scores.max()))
-        return values, bests
+            result.append((scores[chosen].astype(np.float64), float(scores.max())))
+        return result
 
     def write_files(self, folder: Path) -> None:
         """The sparse scores as bm25s stores them, and the vocabulary."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refragkit.errors import ConfigError, RetrievalError
-from refragkit.retrievers.base import Retriever, best_first, passage_text
+from refragkit.retrievers.base import IntArray, Retriever, ScoreArray, best_first, passage_text
 from refragkit.retrievers.encoder import FloatArray, SentenceEncoder
 from refragkit.retrievers.vectors import encode_shards, open_matrix, write_matrix
 from refragkit.types import Document, Hit
@@ -73,7 +73,7 @@ class DenseRetriever(Retriever):
         self._blocks: list[FloatArray] = []
         self._vectors: FloatArray | None = None
         self._faiss: Any = None
-        self._rows: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._rows: IntArray = np.zeros(0, dtype=np.int64)
 
     def settings(self) -> dict[str, Any]:
         """The encoder, the index type and the metric."""
@@ -163,22 +163,21 @@ class DenseRetriever(Retriever):
         """The k passages of highest inner product."""
         self._require_index()
         self._require_k(k)
+        return [self._hits(*best) for best in self.top(queries, k)]
+
+    def top(self, queries: Sequence[str], k: int) -> list[tuple[IntArray, ScoreArray]]:
+        """``search`` as arrays: per query, the positions of the best documents and their scores."""
         if not queries:
             return []
-        return self.search_vectors(self.encoder.encode_queries(queries), k)
-
-    def search_vectors(self, vectors: FloatArray, k: int) -> list[list[Hit]]:
-        """``search`` for queries that are already vectors: [n, dimension] float32."""
-        rows, scores = self._candidates(np.ascontiguousarray(vectors, dtype=np.float32), k)
+        rows, scores = self._candidates(self.encoder.encode_queries(queries), k)
         found = []
         for row, score in zip(rows, scores, strict=True):
-            best = best_first(score, self._searchable[row], self._id_rank, k)
-            found.append([Hit(self.documents[self._searchable[row[i]]], float(score[i])) for i in best])
+            positions = self._searchable[row]
+            best = best_first(score, positions, self._id_rank, k)
+            found.append((positions[best], score[best]))
         return found
 
-    def _candidates(
-        self, vectors: FloatArray, k: int
-    ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float64]]]:
+    def _candidates(self, vectors: FloatArray, k: int) -> tuple[list[IntArray], list[ScoreArray]]:
         """Per query, at least the k best rows with all that tie with the last of them, and their scores."""
         import faiss
 
@@ -200,7 +199,7 @@ class DenseRetriever(Retriever):
             wanted = min(total, wanted * 4)
 
     @staticmethod
-    def _exact(scores: NDArray[Any]) -> NDArray[np.float64]:
+    def _exact(scores: NDArray[Any]) -> ScoreArray:
         return np.asarray(np.round(scores.astype(np.float64), SCORE_DECIMALS), dtype=np.float64)
 
     def _set_search_parameters(self) -> None:
@@ -215,18 +214,18 @@ class DenseRetriever(Retriever):
                         f"retriever.factory={self.factory!r} has no parameter {key}: set it to null"
                     ) from error
 
-    def score(self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]) -> list[list[float]]:
+    def score_at(self, queries: Sequence[str], positions: Sequence[IntArray]) -> list[ScoreArray]:
         """The inner products with the given documents; 0 for an empty document."""
         self._require_index()
         if not queries:
             return []
         matrix, vectors = self._matrix(), self.encoder.encode_queries(queries)
         result = []
-        for vector, ids in zip(vectors, doc_ids, strict=True):
-            rows = self._rows[[self._position(i) for i in ids]] if ids else np.zeros(0, dtype=np.int64)
-            values = np.zeros(len(ids))
-            values[rows >= 0] = self._exact(matrix[rows[rows >= 0]] @ vector)
-            result.append([float(v) for v in values])
+        for vector, chosen in zip(vectors, positions, strict=True):
+            rows = self._rows[chosen]
+            values = self._exact(matrix[rows] @ vector)
+            values[rows < 0] = 0.0
+            result.append(values)
         return result
 
 

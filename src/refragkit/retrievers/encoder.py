@@ -49,7 +49,7 @@ def resolve_encoder(name: str | None) -> Path:
             "sentence-transformers model"
         )
     full = wanted if "/" in wanted else f"sentence-transformers/{wanted}"
-    cached = _in_hub_cache(full)
+    cached = in_hub_cache(full)
     if cached is not None:
         return cached
     package = _PACKAGED.get(full)
@@ -68,7 +68,8 @@ def resolve_encoder(name: str | None) -> Path:
     )
 
 
-def _in_hub_cache(repository: str) -> Path | None:
+def in_hub_cache(repository: str) -> Path | None:
+    """The folder of a model that was fetched from the hub before, or None; without the network."""
     if repository.count("/") != 1 or repository.startswith((".", "/")):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -209,7 +210,7 @@ class SentenceEncoder:
             from sentence_transformers import SentenceTransformer
 
             device, dtype = self._resolved()
-            with _quiet_loading():
+            with quiet_loading():
                 self._model = SentenceTransformer(
                     str(self.path),
                     device=device,
@@ -328,8 +329,8 @@ class SentenceEncoder:
 
 
 @contextlib.contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """No weight-loading bar: a run's own bars would be torn by it."""
+def quiet_loading() -> Iterator[None]:
+    """Load without a bar of its own: a run's own bars would be torn by it."""
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from refragkit.errors import ConfigError
-from refragkit.retrievers.base import Retriever
+from refragkit.retrievers.base import IntArray, Retriever, ScoreArray, best_first
 from refragkit.retrievers.bm25 import BM25Retriever
 from refragkit.retrievers.dense import DenseRetriever
 from refragkit.retrievers.encoder import SentenceEncoder
@@ -100,41 +100,39 @@ class HybridRetriever(Retriever):
         self._require_index()
         self._require_k(k)
         depth = max(k, self.pool)
-        by_dense, by_bm25 = self.dense.search(queries, depth), self.bm25.search(queries, depth)
-        pools = [
-            list(dict.fromkeys(h.doc_id for h in (*d, *b))) for d, b in zip(by_dense, by_bm25, strict=True)
-        ]
+        by_dense, by_bm25 = self.dense.top(queries, depth), self.bm25.top(queries, depth)
+        pools = [np.union1d(d, b) for (d, _), (b, _) in zip(by_dense, by_bm25, strict=True)]
         if self.fusion == "score":
-            scores = self.score(queries, pools)
+            scores = self.score_at(queries, pools)
         else:
-            scores = [self._rrf(ids, d, b) for ids, d, b in zip(pools, by_dense, by_bm25, strict=True)]
+            scores = [self._rrf(*row) for row in zip(pools, by_dense, by_bm25, strict=True)]
         found = []
-        for ids, values in zip(pools, scores, strict=True):
-            order = sorted(range(len(ids)), key=lambda i: (-values[i], ids[i]))[:k]
-            found.append([Hit(self.documents[self._position(ids[i])], values[i]) for i in order])
+        for positions, values in zip(pools, scores, strict=True):
+            best = best_first(values, positions, self._id_rank, k)
+            found.append(self._hits(positions[best], values[best]))
         return found
 
-    def _rrf(self, ids: Sequence[str], by_dense: Sequence[Hit], by_bm25: Sequence[Hit]) -> list[float]:
-        def reciprocal(hits: Sequence[Hit]) -> dict[str, float]:
+    def _rrf(
+        self, positions: IntArray, by_dense: tuple[IntArray, ScoreArray], by_bm25: tuple[IntArray, ScoreArray]
+    ) -> ScoreArray:
+        fused = np.zeros(len(positions))
+        for share, (ranked, scores) in ((self.alpha, by_dense), (1 - self.alpha, by_bm25)):
             # BM25 fills its list with documents that share no word with the query: they have no rank.
-            return {h.doc_id: 1 / (self.rrf_k + rank) for rank, h in enumerate(hits, 1) if h.score > 0}
+            ranked = ranked[scores > 0]
+            fused[np.searchsorted(positions, ranked)] += share / (self.rrf_k + 1 + np.arange(len(ranked)))
+        return fused * (self.rrf_k + 1)
 
-        d, b = reciprocal(by_dense), reciprocal(by_bm25)
-        best = 1 / (self.rrf_k + 1)
-        return [(self.alpha * d.get(i, 0.0) + (1 - self.alpha) * b.get(i, 0.0)) / best for i in ids]
-
-    def score(self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]) -> list[list[float]]:
-        """The fused score of the given documents."""
+    def score_at(self, queries: Sequence[str], positions: Sequence[IntArray]) -> list[ScoreArray]:
+        """The fused scores of the given documents."""
         if self.fusion == "rrf":
-            return super().score(queries, doc_ids)
+            return super().score_at(queries, positions)
         self._require_index()
-        cosines = self.dense.score(queries, doc_ids)
-        bm25_scores, bests = self.bm25.score_with_best(queries, doc_ids)
-        fused = []
-        for cosine, lexical, best in zip(cosines, bm25_scores, bests, strict=True):
-            total = self.alpha * np.asarray(cosine) + (1 - self.alpha) * np.asarray(lexical) / (best or 1.0)
-            fused.append([float(v) for v in total])
-        return fused
+        cosines = self.dense.score_at(queries, positions)
+        lexical = self.bm25.score_with_best(queries, positions)
+        return [
+            self.alpha * cosine + (1 - self.alpha) * bm25 / (best or 1.0)
+            for cosine, (bm25, best) in zip(cosines, lexical, strict=True)
+        ]
 
 
 def hybrid(

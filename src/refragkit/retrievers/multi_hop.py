@@ -51,7 +51,9 @@ class MultiHopRetriever:
             ConfigError: the planner is unknown, or a number is below 1.
         """
         if rerank is not None:
-            raise ConfigError(f"retriever.rerank={rerank!r}: reranking is not available yet; expected null")
+            from refragkit.retrievers.rerank import RerankRetriever
+
+            retriever = RerankRetriever(retriever, rerank)
         self.retriever = retriever
         self.planner = build_planner(planner) if isinstance(planner, str) else planner
         self.max_hops = DEFAULT_MAX_HOPS if max_hops is None else max_hops

@@ -61,7 +61,8 @@ def open_matrix(path: Path) -> FloatArray:
         )
     if rows == 0:
         return np.zeros((0, width), dtype=np.float32)
-    return np.memmap(path, dtype="<f4", mode="r", offset=8 + length, shape=(rows, width))
+    # A plain array over the mapped file: np.memmap's own indexing is slow.
+    return np.memmap(path, dtype="<f4", mode="r", offset=8 + length, shape=(rows, width)).view(np.ndarray)
 
 
 def encode_shards(

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,16 +65,22 @@ class EvidenceFeatures:
     def __init__(self, graph: PassageGraph) -> None:
         """Prepare for the passages of a graph."""
         self.graph = graph
-        self._weight = np.zeros(len(graph.vocabulary))  # scratch: always all zero between calls
+        # Scratch: all zero and all false between calls.
+        self._weight = np.zeros(len(graph.vocabulary))
+        self._mark = np.zeros(len(graph.vocabulary), dtype=bool)
 
-    def coverage(self, ids: IntArray, pool: IntArray, names_only: bool = False) -> FloatArray:
-        """[pool] summed rarity of the given terms in each document."""
-        indices, rows = self.graph.terms.span(pool)
-        if names_only:
-            kept = self.graph.is_name[indices]
-            indices, rows = indices[kept], rows[kept]
+    def _without(self, ids: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
+        """The ids that are not among the others."""
+        self._mark[others] = True
+        kept: NDArray[Any] = ids[~self._mark[ids]]
+        self._mark[others] = False
+        return kept
+
+    def coverage(self, ids: NDArray[Any], span: tuple[NDArray[np.int32], IntArray], size: int) -> FloatArray:
+        """Summed rarity of the given terms in each of ``size`` documents whose terms lie at ``span``."""
+        terms, rows = span
         self._weight[ids] = self.graph.idf[ids]
-        sums = np.bincount(rows, weights=self._weight[self.graph.terms.values[indices]], minlength=len(pool))
+        sums = np.bincount(rows, weights=self._weight[terms], minlength=size)
         self._weight[ids] = 0.0
         return np.asarray(sums, dtype=np.float64)
 
@@ -101,17 +108,19 @@ class EvidenceFeatures:
         x = np.zeros((len(pool), len(FEATURES)))
         column = {name: x[:, i] for i, name in enumerate(FEATURES)}
         row_of = {int(p): i for i, p in enumerate(pool)}
+        indices, rows = graph.terms.span(pool)
+        span, n = (graph.terms.values[indices], rows), len(pool)
         column["relevance"][:] = relevance
         column["follow_up"][:] = follow_up
         column["named"][:] = [float(int(p) in question.named) for p in pool]
-        column["covered"][:] = self.coverage(question.ids, pool) / total
+        column["covered"][:] = self.coverage(question.ids, span, n) / total
         column["popularity"][:] = np.log1p(np.diff(graph.backlinks.starts)[pool])
         column["copies"][:] = np.log(graph.copies[pool])
         link_indices, link_rows = graph.links.span(pool)
         pool_links = graph.links.values[link_indices]
         for number, (seed, strength) in enumerate(seeds.items()):
-            missing = np.setdiff1d(question.ids, graph.terms[seed])
-            brings = self.coverage(missing, pool) / total
+            missing = self._without(question.ids, graph.terms[seed])
+            brings = self.coverage(missing, span, n) / total
             first = int(graph.links.starts[seed])
             for offset, target in enumerate(graph.links[seed]):
                 row = row_of.get(int(target))
@@ -119,19 +128,21 @@ class EvidenceFeatures:
                     continue
                 column["link_count"][row] += 1
                 if strength > column["linked"][row]:
-                    context = np.intersect1d(question.ids, graph.contexts[first + offset])
+                    self._weight[question.ids] = graph.idf[question.ids]
+                    context = float(self._weight[graph.contexts[first + offset]].sum())
+                    self._weight[question.ids] = 0.0
                     column["linked"][row] = strength
                     column["link_missing"][row] = brings[row]
-                    column["link_context"][row] = graph.idf[context].sum() / total
+                    column["link_context"][row] = context / total
                     column["link_early"][row] = 1.0 / (1.0 + graph.link_position[first + offset] / 10.0)
             back = np.unique(link_rows[pool_links == seed])
             back = back[strength > column["links_back"][back]]
             column["links_back"][back] = strength
             column["back_missing"][back] = brings[back]
             if number < NAME_SEEDS:
-                span = slice(graph.terms.starts[seed], graph.terms.starts[seed + 1])
-                names = graph.terms.values[span][graph.is_name[span]]
-                shared = self.coverage(np.setdiff1d(names, question.ids), pool)
+                own = slice(graph.terms.starts[seed], graph.terms.starts[seed + 1])
+                names = graph.terms.values[own][graph.is_name[own]]
+                shared = self.coverage(self._without(names, question.ids), span, n)
                 shared = strength * shared / (shared + 20.0)
                 if seed in row_of:  # a passage shares all its names with itself
                     shared[row_of[seed]] = 0.0

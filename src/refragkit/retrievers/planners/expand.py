@@ -50,13 +50,26 @@ _NAME = re.compile(r"\b[A-Z][\w'-]*(?:\s+(?:of|the|de|von|van|and)?\s*[A-Z][\w'-
 
 
 @dataclass(slots=True)
+class QueryScores:
+    """One query's scores.
+
+    Attributes:
+        unit: the score of the search's best hit.
+        of: the score of each candidate, in that unit.
+    """
+
+    unit: float
+    of: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Memory:
     """What the planner keeps about one question.
 
     Attributes:
         terms: the question's words and the passages that it names.
         pool: every candidate seen, by position in the corpus.
-        scores: per query, the retriever's score of each candidate, divided by the query's best.
+        scores: what each query so far makes of the candidates.
         strength: each candidate's fit to the question alone.
         evidence: each candidate's probability after the last hop; empty after hop 1.
         followed: the seeds that were asked about.
@@ -65,7 +78,7 @@ class Memory:
 
     terms: QuestionTerms
     pool: dict[int, None] = field(default_factory=dict)
-    scores: dict[str, dict[int, float]] = field(default_factory=dict)
+    scores: dict[str, QueryScores] = field(default_factory=dict)
     strength: dict[int, float] = field(default_factory=dict)
     evidence: dict[int, float] = field(default_factory=dict)
     followed: set[int] = field(default_factory=set)
@@ -207,38 +220,31 @@ class ExpandPlanner(QueryPlanner):
 
     def _score(self, trails: Sequence[Trail], queries: Sequence[str], found: Sequence[Sequence[Hit]]) -> None:
         """Complete every query's scores for the pools, in one batch."""
-        documents = self._retriever.documents
-        jobs: list[tuple[Memory, str, list[int]]] = []
-        best: dict[int, float] = {}
+        jobs: list[tuple[str, QueryScores, list[int]]] = []
         for trail, query, hits in zip(trails, queries, found, strict=True):
             memory: Memory = trail.memory
-            # A score of 0 or below carries no information to compare with; 1 leaves it as it is.
-            best[len(jobs) + len(memory.scores)] = hits[0].score if hits and hits[0].score > 0 else 1.0
-            memory.scores[query] = {}
-            for asked, known in memory.scores.items():
-                jobs.append((memory, asked, [d for d in memory.pool if d not in known]))
-        values = self._retriever.score(
-            [q for _, q, _ in jobs], [[documents[d].doc_id for d in ds] for *_, ds in jobs]
-        )
-        for number, ((memory, query, new), scores) in enumerate(zip(jobs, values, strict=True)):
-            if number in best:
-                memory.scores[query][-1] = best[number]
-            unit = memory.scores[query][-1]
-            memory.scores[query].update((d, s / unit) for d, s in zip(new, scores, strict=True))
+            # A best score of 0 or below is no unit to measure others with.
+            memory.scores[query] = QueryScores(hits[0].score if hits and hits[0].score > 0 else 1.0)
+            for asked, scores in memory.scores.items():
+                jobs.append((asked, scores, [d for d in memory.pool if d not in scores.of]))
+        positions = [np.array(new, dtype=np.int64) for *_, new in jobs]
+        values = self._retriever.score_at([asked for asked, *_ in jobs], positions)
+        for (_, scores, new), value in zip(jobs, values, strict=True):
+            scores.of.update(zip(new, (value / scores.unit).tolist(), strict=True))
 
     def _weigh_strength(self, trail: Trail) -> None:
         memory: Memory = trail.memory
         weights = self._graph.title_weight
-        for d, relevance in memory.scores[trail.question.question].items():
-            if d >= 0 and d not in memory.strength:
+        for d, relevance in memory.scores[trail.question.question].of.items():
+            if d not in memory.strength:
                 named = NAMED_BONUS * min(1.0, weights[d] / NAMED_WEIGHT) if d in memory.terms.named else 0.0
                 memory.strength[d] = relevance + float(named)
 
     def _weigh_evidence(self, memory: Memory, seeds: dict[int, float], question: str) -> None:
         assert self._model is not None
         pool = np.array(list(memory.pool), dtype=np.int64)
-        relevance = np.array([memory.scores[question][d] for d in memory.pool])
-        others = [scores for query, scores in memory.scores.items() if query != question]
+        relevance = np.array([memory.scores[question].of[d] for d in memory.pool])
+        others = [scores.of for query, scores in memory.scores.items() if query != question]
         follow_up = np.array([max(scores[d] for scores in others) for d in memory.pool])
         memory.features = self._features(memory.terms, seeds, pool, relevance, follow_up)
-        memory.evidence = dict(zip(memory.pool, map(float, self._model(memory.features)), strict=True))
+        memory.evidence = dict(zip(memory.pool, self._model(memory.features).tolist(), strict=True))
