@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from refragkit.errors import ConfigError, RetrievalError
+from refragkit.errors import ConfigError, DataError, RetrievalError
 from refragkit.retrievers.bm25 import BM25Retriever, bm25
 from refragkit.retrievers.controls import GoldRetriever, gold
 from refragkit.retrievers.multi_hop import MultiHopRetriever
 from refragkit.retrievers.planners.base import PLANNERS, QueryPlanner, Trail
+from refragkit.retrievers.planners.expand import ExpandPlanner
+from refragkit.retrievers.planners.fit_expand import fit_expand
+from refragkit.retrievers.planners.model import ModelPlanner
 from refragkit.types import Document, Hit, Question
 
 
@@ -116,6 +119,44 @@ def test_a_planner_of_ones_own(corpus: list[Document], questions: list[Question]
 
     hops = MultiHopRetriever(BM25Retriever(), Reversing()).open_index(corpus).retrieve(questions)
     assert [h[0].query for h in hops][2] == "sourdough? leavens What"
+
+
+def test_a_model_writes_the_follow_up_queries(corpus: list[Document], questions: list[Question]) -> None:
+    batches: list[int] = []
+
+    def write(trails: Sequence[Trail]) -> list[str | None]:
+        batches.append(len(trails))
+        names = {"q1": "Marta Lindqvist", "q2": None, "q3": trails[-1].question.question}
+        return [names[t.question.id] for t in trails]
+
+    retriever = MultiHopRetriever(BM25Retriever(), ModelPlanner(write), 3, 1).open_index(corpus)
+    hops = retriever.retrieve(questions)
+    assert [[h.query for h in trail] for trail in hops] == [
+        [questions[0].question, "Marta Lindqvist"],
+        [questions[1].question],
+        [questions[2].question],
+    ]
+    assert batches == [3, 1]
+    with pytest.raises(ConfigError, match=r"planner=model needs a language model"):
+        bm25(planner="model").open_index(corpus).retrieve(questions)
+
+
+def test_weights_can_be_fitted_on_ones_own_questions(
+    corpus: list[Document], questions: list[Question]
+) -> None:
+    retriever = bm25(max_hops=2, top_k_per_hop=1).open_index(corpus)
+    model = fit_expand(retriever, questions[:2], hidden=4, steps=100)
+    again = fit_expand(
+        MultiHopRetriever(retriever.retriever, ExpandPlanner(model)).open_index(corpus), questions[:2]
+    )
+    assert again.weights["w1"].shape == (15, 16)
+    fitted = MultiHopRetriever(retriever.retriever, ExpandPlanner(model), 2, 1).open_index(corpus)
+    for hops, question in zip(fitted.retrieve(questions[:2]), questions[:2], strict=True):
+        assert {d.doc_id for h in hops for d in h.new_documents} == set(question.supporting_ids)
+    with pytest.raises(DataError, match=r"planner expand, got repeat"):
+        fit_expand(bm25(planner="repeat").open_index(corpus), questions)
+    with pytest.raises(DataError, match=r"none of 1 questions"):
+        fit_expand(retriever, [Question("x", "Silent Harbour director?", ("a",), ("nowhere",))])
 
 
 @pytest.mark.parametrize(

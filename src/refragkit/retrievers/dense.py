@@ -97,6 +97,24 @@ class DenseRetriever(Retriever):
         self._number_rows()
         self._faiss = None if self.factory == "Flat" else self._build_faiss()
 
+    def encode_part(self, documents: Sequence[Document], part: int, parts: int) -> None:
+        """Encode every ``parts``-th shard of a corpus into the cache, from shard ``part`` on.
+
+        Machines that share the cache folder encode a part each; whoever opens the index then finds all shards there.
+
+        Raises:
+            ConfigError: there is no cache folder, or ``part`` is not in 0 to parts - 1.
+        """
+        if self.cache_dir is None:
+            raise ConfigError("encoding a part of a corpus needs a cache folder that all parts share")
+        if not 0 <= part < parts:
+            raise ConfigError(
+                f"index.shard={part}/{parts}: expected a number from 0 to {parts - 1} before the slash"
+            )
+        self._set_documents(documents)
+        texts = [passage_text(documents[i]) for i in self._searchable]
+        encode_shards(self.encoder, texts, self.shard_size, self.cache_dir, part=part, parts=parts)
+
     def _number_rows(self) -> None:
         """Row of the matrix of each document; -1 for the empty ones, which have none."""
         self._rows = np.full(len(self.documents), -1, dtype=np.int64)

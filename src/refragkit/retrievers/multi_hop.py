@@ -104,7 +104,7 @@ class MultiHopRetriever:
             One tuple of hops per question. A hop that finds nothing new ends its question and is not
             recorded, except the first, which always is.
         """
-        return [tuple(t.hops) for t in self._walk(questions, max_hops, top_k_per_hop)]
+        return [tuple(t.hops) for t in self.walk(questions, max_hops, top_k_per_hop)]
 
     def retrieve_ranked(
         self,
@@ -117,12 +117,13 @@ class MultiHopRetriever:
 
         The order may hold documents that a hop saw and did not keep: they are what it would have kept next.
         """
-        trails = self._walk(questions, max_hops, top_k_per_hop)
+        trails = self.walk(questions, max_hops, top_k_per_hop)
         return [tuple(t.hops) for t in trails], self.planner.rank(trails, depth)
 
-    def _walk(
-        self, questions: Sequence[Question], max_hops: int | None, top_k_per_hop: int | None
+    def walk(
+        self, questions: Sequence[Question], max_hops: int | None = None, top_k_per_hop: int | None = None
     ) -> list[Trail]:
+        """The loop itself: the trails with everything that their planner keeps about them."""
         hops = self.max_hops if max_hops is None else max_hops
         k = self.top_k_per_hop if top_k_per_hop is None else top_k_per_hop
         _require_positive("max_hops", hops)

@@ -66,9 +66,22 @@ def open_matrix(path: Path) -> FloatArray:
 
 
 def encode_shards(
-    encoder: SentenceEncoder, texts: Sequence[str], shard_size: int, cache_dir: Path | None
+    encoder: SentenceEncoder,
+    texts: Sequence[str],
+    shard_size: int,
+    cache_dir: Path | None,
+    part: int = 0,
+    parts: int = 1,
 ) -> list[FloatArray]:
     """The vectors of all passages, shard by shard; finished shards are read from the cache.
+
+    Args:
+        encoder: makes the vectors.
+        texts: all passages.
+        shard_size: passages per shard.
+        cache_dir: where shards are kept; None keeps them in memory.
+        part: with ``parts``, only the shards number part, part + parts, part + 2 parts, ...
+        parts: how many such parts there are.
 
     Returns:
         Blocks of at most ``shard_size`` rows each, in the order of the texts.
@@ -77,7 +90,7 @@ def encode_shards(
         RetrievalError: the disk is full.
     """
     folder = None if cache_dir is None else cache_dir / "vectors" / encoder.fingerprint
-    shards = [texts[i : i + shard_size] for i in range(0, len(texts), shard_size)]
+    shards = [texts[i : i + shard_size] for i in range(0, len(texts), shard_size)][part::parts]
     files = [None if folder is None else folder / f"{_text_hash(shard)}.safetensors" for shard in shards]
     blocks = [_cached(file, len(shard)) for file, shard in zip(files, shards, strict=True)]
     todo = sum(len(s) for s, b in zip(shards, blocks, strict=True) if b is None)

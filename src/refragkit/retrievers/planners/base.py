@@ -67,6 +67,7 @@ class QueryPlanner(ABC):
 PLANNERS: dict[str, str] = {
     "expand": "refragkit.retrievers.planners.expand:ExpandPlanner",
     "gold": "refragkit.retrievers.planners.gold:GoldPlanner",
+    "model": "refragkit.retrievers.planners.model:ModelPlanner",
     "repeat": "refragkit.retrievers.planners.repeat:RepeatPlanner",
 }
 
