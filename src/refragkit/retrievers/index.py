@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from refragkit.errors import RetrievalError
 from refragkit.types import Document
 
@@ -109,9 +111,11 @@ def write_folder(path: str | Path, manifest: Mapping[str, Any], write: Callable[
             shutil.rmtree(aside, ignore_errors=True)
         else:
             temporary.rename(path)
-    except OSError as error:
+    # faiss and safetensors report a failed write as errors of their own.
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        what = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        what = "the disk is full" if full else str(error)
         raise RetrievalError(
             f"can't write the index {path}: {what}. Nothing was left behind; free space there or set another "
             "paths.cache_dir"
