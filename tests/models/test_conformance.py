@@ -199,6 +199,30 @@ def test_an_unknown_rope_parameter_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("make", "left_out"),
+    [
+        (
+            llama,
+            ["hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "tie_word_embeddings"],
+        ),
+        (qwen2, ["hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "head_dim"]),
+        (
+            mamba2,
+            ["hidden_size", "vocab_size", "num_hidden_layers", "n_groups", "num_heads", "head_dim", "expand"],
+        ),
+    ],
+)
+def test_sizes_left_out_are_read_off_the_tensors(make: Any, left_out: list[str], tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    complete = load_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in left_out:
+        config.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model(tmp_path).config == complete.config
+
+
 def test_older_configurations_spell_rope_differently(tmp_path: Path) -> None:
     theirs = llama(**rope("linear", factor=3.0)).eval()
     theirs.save_pretrained(tmp_path)

@@ -170,17 +170,22 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     }
 
 
-def _attention_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What Llama, Qwen2 and Qwen2-based hybrids have in common."""
+def _attention_fields(values: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """What Llama, Qwen2 and Qwen2-based hybrids have in common; sizes left out are read off the tensors."""
     _only(values, hidden_act="silu")
-    d_model, n_heads = int(_need(values, "hidden_size")), int(_need(values, "num_attention_heads"))
+    vocab_size, width = _shape(shapes, "model.embed_tokens.weight")
+    d_model, n_heads = int(values.get("hidden_size") or width), int(_need(values, "num_attention_heads"))
     theta, scaling = _rope(values)
     return {
+        "vocab_size": int(values.get("vocab_size") or vocab_size),
+        "tie_embeddings": _tied(values, shapes, "lm_head.weight"),
         "d_model": d_model,
         "n_heads": n_heads,
         "n_kv_heads": int(values.get("num_key_value_heads") or n_heads),
         "head_dim": int(values.get("head_dim") or d_model // n_heads),
-        "d_ff": int(_need(values, "intermediate_size")),
+        "d_ff": int(
+            values.get("intermediate_size") or _shape(shapes, "model.layers.0.mlp.gate_proj.weight")[0]
+        ),
         "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -194,7 +199,7 @@ def _refuse_sliding_window(values: Mapping[str, Any]) -> None:
     windowed = values.get("use_sliding_window") and (
         any(kind != "full_attention" for kind in kinds)
         if kinds
-        else first < int(_need(values, "num_hidden_layers"))
+        else first < int(values.get("num_hidden_layers") or first + 1)
     )
     if windowed:
         raise CheckpointError(
@@ -209,8 +214,11 @@ def _mamba2_config(values: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
     _only(values, hidden_act="silu", norm_before_gate=False, rms_norm=True)
     vocab_size, d_model = _shape(shapes, "backbone.embeddings.weight")
     limit = [_number(value) for value in values.get("time_step_limit") or (0.0, math.inf)]
+    d_inner = _shape(shapes, "backbone.layers.0.mixer.out_proj.weight")[1]
+    maps = _shape(shapes, "backbone.layers.0.mixer.conv1d.weight")[0] - d_inner
+    n_groups = int(values.get("n_groups") or maps // 2 // int(values.get("state_size") or 128))
     return ModelConfig(
-        **_mamba2_fields(values, shapes, n_groups=int(values.get("n_groups") or 1)),
+        **_mamba2_fields(values, shapes, n_groups=n_groups),
         d_model=int(values.get("hidden_size") or d_model),
         vocab_size=int(values.get("vocab_size") or vocab_size),
         norm_eps=float(values.get("layer_norm_epsilon", 1e-5)),
@@ -318,24 +326,20 @@ def _llama_config(values: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
     _only(values, pretraining_tp=1)
     bias = bool(values.get("attention_bias", False))
     return ModelConfig(
-        block_pattern="T" * int(_need(values, "num_hidden_layers")),
-        vocab_size=int(_need(values, "vocab_size")),
+        block_pattern="T" * int(values.get("num_hidden_layers") or _layers(shapes, "model.layers.")),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bool(values.get("mlp_bias", False)),
-        tie_embeddings=_tied(values, shapes, "lm_head.weight"),
-        **_attention_fields(values),
+        **_attention_fields(values, shapes),
     )
 
 
 def _qwen2_config(values: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
     _refuse_sliding_window(values)
     return ModelConfig(
-        block_pattern="T" * int(_need(values, "num_hidden_layers")),
-        vocab_size=int(_need(values, "vocab_size")),
+        block_pattern="T" * int(values.get("num_hidden_layers") or _layers(shapes, "model.layers.")),
         qkv_bias=True,
-        tie_embeddings=_tied(values, shapes, "lm_head.weight"),
-        **_attention_fields(values),
+        **_attention_fields(values, shapes),
     )
 
 
@@ -595,7 +599,7 @@ def _fla_write(config: ModelConfig) -> dict[str, Any]:
 def _arwkv_config(values: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
     _only(values, wkv_version=7)
     _refuse_sliding_window(values)
-    layers = int(_need(values, "num_hidden_layers"))
+    layers = int(values.get("num_hidden_layers") or _layers(shapes, "model.layers."))
     recurrent = [
         any(f"model.layers.{i}.self_attn.time_mixer." in name for name in shapes) for i in range(layers)
     ]
@@ -608,9 +612,7 @@ def _arwkv_config(values: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
     gated = bool(values.get("wkv_has_gate", mixer + "g1" in shapes))
     return ModelConfig(
         block_pattern="".join("R" if is_r else "T" for is_r in recurrent),
-        vocab_size=int(_need(values, "vocab_size")),
         qkv_bias=True,
-        tie_embeddings=_tied(values, shapes, "lm_head.weight"),
         wkv_head_dim=_shape(shapes, mixer + "r_k")[1],
         decay_rank=_shape(shapes, mixer + "w1")[1],
         iclr_rank=_shape(shapes, mixer + "a1")[1],
@@ -619,7 +621,7 @@ def _arwkv_config(values: Mapping[str, Any], shapes: Shapes) -> ModelConfig:
         wkv_gate=values.get("wkv_gate", "sigmoid") if gated else "none",
         wkv_group_norm=bool(values.get("wkv_has_group_norm", mixer + "ln_x.weight" in shapes)),
         wkv_norm_eps=1e-5 * float(values.get("head_size_divisor", 8)) ** 2,
-        **_attention_fields(values),
+        **_attention_fields(values, shapes),
     )
 
 
