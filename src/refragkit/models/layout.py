@@ -8,6 +8,7 @@ and the result is scattered back to the caller's columns at the end.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -130,6 +131,34 @@ class TokenLayout:
             rank=rank,
             caller_valid=caller_valid,
         )
+
+    @cached_property
+    def document_rows(self) -> tuple[Tensor, Tensor] | None:
+        """Packed documents as rows of their own, D rows of L columns: attention then needs no mask.
+
+        Returns:
+            take: int64 ``[D, L]``, which of the B * T tokens stands there (any one beyond a document's end).
+            put: int64 ``[B, T]``, where among the D * L each token went (padding: to its document's start).
+            None where such rows would cost more than attention over the packed ones, or nothing is packed.
+        """
+        if self.document_ids is None:
+            return None
+        batch, T = self.document_ids.shape
+        positions = self.positions
+        if self.valid is not None:
+            positions = positions.masked_fill(~self.valid, 0)
+        per_row = self.document_ids[:, -1] + 1
+        rows, width = int(per_row.sum()), int(positions.max()) + 1
+        if rows * width**2 >= batch * T**2:
+            return None
+        first_row = (per_row.cumsum(0) - per_row)[:, None]
+        put = (first_row + self.document_ids) * width + positions
+        tokens = torch.arange(batch * T, device=put.device)
+        slots = put.flatten()
+        if self.valid is not None:
+            tokens, slots = tokens[self.valid.flatten()], slots[self.valid.flatten()]
+        take = torch.zeros(rows * width, dtype=torch.int64, device=put.device).scatter(0, slots, tokens)
+        return take.view(rows, width), put
 
     @property
     def document_lengths(self) -> Tensor:

@@ -78,11 +78,18 @@ class Attention(nn.Module):
             if T > 1 or layout.uniform_past is None:
                 columns = torch.arange(k.shape[2], device=x.device)
                 mask = (columns <= layout.positions[..., None])[:, None]  # [1 or B, 1, T, S]
-        elif layout.document_ids is not None:
-            same = layout.document_ids[:, :, None] == layout.document_ids[:, None, :]
-            mask = same.tril()[:, None]
-            causal = False
-        y = self._attend(q, k, v, mask, causal)
+        rows = layout.document_rows if state is None else None
+        if rows is not None:
+            take, put = rows
+            y = self._attend(
+                _regroup(q, take), _regroup(k, take), _regroup(v, take), None, causal=take.shape[1] > 1
+            )
+            y = _regroup(y, put)
+        else:
+            if layout.document_ids is not None:
+                same = layout.document_ids[:, :, None] == layout.document_ids[:, None, :]
+                mask, causal = same.tril()[:, None], False
+            y = self._attend(q, k, v, mask, causal)
         cache = self._cache(k, v, layout, spare) if return_state else None
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, T, -1))
         return out, cache
@@ -92,8 +99,8 @@ class Attention(nn.Module):
         groups = self.n_heads // self.n_kv_heads
         if groups > 1 and T == 1:
             # The heads of a group see the same keys: let them be the queries of one head, and copy nothing
-            grouped = q.view(batch, self.n_kv_heads, groups, self.head_dim)
-            return functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).view_as(q)
+            grouped = q.reshape(batch, self.n_kv_heads, groups, self.head_dim)
+            return functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
@@ -114,6 +121,12 @@ class Attention(nn.Module):
                 return KVCache(k, v, lengths, spare)
             empty = (torch.arange(k.shape[2], device=k.device) >= lengths[:, None])[:, None, :, None]
         return KVCache(k.masked_fill(empty, 0), v.masked_fill(empty, 0), lengths).trimmed()
+
+
+def _regroup(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens of ``[B, heads, T, head_dim]``, numbered along B and T, as ``[rows, heads, columns, head_dim]``."""
+    tokens = x.transpose(1, 2).flatten(0, 1)  # [B * T, heads, head_dim]
+    return tokens[index].transpose(1, 2)
 
 
 def _append(state: KVCache, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor, SpareColumns | None]:
