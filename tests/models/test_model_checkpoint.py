@@ -46,6 +46,22 @@ def test_tied_weights_are_stored_once(tmp_path: Path, tied: bool) -> None:
     assert (loaded.head_weight is loaded.get_parameter("embed_tokens.weight")) is tied
 
 
+def test_a_file_of_mixed_types_gives_a_model_that_runs(tmp_path: Path) -> None:
+    refragkit.save_model(build_from_config(CONFIG).bfloat16(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in list(tensors):
+        if "norm" in name or name.endswith(("A_log", "decay.bias", "x_r")):
+            tensors[name] = tensors[name].float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = refragkit.load_model(tmp_path)
+    assert model.get_parameter("blocks.2.mixer.A_log").dtype == torch.float32
+    assert model.get_parameter("blocks.0.mixer.decay.bias").dtype == torch.float32
+    assert model.get_parameter("norm.weight").dtype == torch.bfloat16
+    assert model(torch.ones(1, 5, dtype=torch.int64)).logits.dtype == torch.bfloat16
+    whole = refragkit.load_model(tmp_path, dtype="float32")
+    assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
+
+
 def test_saving_twice_replaces_and_a_failure_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

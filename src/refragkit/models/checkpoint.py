@@ -22,6 +22,8 @@ from refragkit.models.tensors import TensorSource, open_tensors
 FORMAT_VERSION = 1
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _MODEL_TYPE = "refragkit"
+# Layers take these in any precision; the rest of a model is of one type
+_ANY_PRECISION = (".A_log", ".dt_bias", ".D", ".decay.bias", ".iclr.bias", ".value_residual.bias")
 
 
 class SavesToFolder(Protocol):
@@ -99,7 +101,8 @@ def load_model(
     Args:
         path: a folder of ours; a Hugging Face folder with model_type mamba2, qwen2, llama, rwkv7 or rwkv_hybrid; a
             state-spaces Mamba-2 folder; or an original RWKV-7 ``.pth`` file.
-        dtype: of the parameters, a torch dtype or its name; None keeps the stored one.
+        dtype: of the parameters, a torch dtype or its name; None keeps the stored one. A file that mixes types gets
+            the embedding's, but for decays and their biases, which may be more precise.
         device: where to put them.
         quantize: not available yet; must be None.
 
@@ -201,13 +204,16 @@ def _assemble(
             f"Unknown: {_listed(unknown)}. Wrong shape: {_listed(wrong)}."
         )
     tensors: dict[str, Tensor] = {}
+    embedding = next(name for name, entry in table.items() if entry.ours == "embed_tokens.weight")
+    common = dtype or source.read(embedding).dtype
     for name, entry in table.items():
         tensor = entry.load(source.read(name))
         if not tensor.is_floating_point():
             raise CheckpointError(f"{source.description}: {name} is {tensor.dtype}, expected floating point")
         # A copy of its own: it doesn't hang on the mapped file, and its layout in memory (which decides the order
         # of summation in matrix products) is that of a tensor that was never on disk
-        copied = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
+        kept = dtype is None and entry.ours.endswith(_ANY_PRECISION)
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype if kept else common, device=device)
         tensors[entry.ours] = copied.copy_(tensor)
     if config.tie_embeddings and head in shapes:
         stored = source.read(head).to(device=device, dtype=tensors["embed_tokens.weight"].dtype)
