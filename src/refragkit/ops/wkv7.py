@@ -48,6 +48,7 @@ def wkv7(
     *,
     segment_ids: Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    least_log_decay: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a whole sequence by matrix products, chunk by chunk.
 
@@ -63,6 +64,8 @@ def wkv7(
         segment_ids: integers ``[batch, T]``, constant within a packed document and different in the next one;
             the state restarts from zero where they change. ``state`` belongs to the first document.
         chunk_tokens: the most tokens per chunk; a matter of speed only.
+        least_log_decay: a lower bound of log_decay that the caller knows, which saves looking for it (on a GPU, a
+            synchronisation). None looks.
 
     Returns:
         ``out [batch, T, H, N]`` in v's dtype, and the state after the last token, float32 (float64 for float64
@@ -80,8 +83,10 @@ def wkv7(
         if r.shape[1] == 1:
             out, state = _step(r, log_decay, k, v, a, b, state)
         else:
-            log_decay = log_decay.clamp(min=_STRONGEST)
-            Q = _chunk_length(log_decay, min(chunk_tokens, r.shape[1]))
+            if least_log_decay is None:
+                log_decay = log_decay.clamp(min=_STRONGEST)
+                least_log_decay = _least(log_decay)
+            Q = _chunk_length(least_log_decay, min(chunk_tokens, r.shape[1]))
             out, state = _chunked(r, log_decay, k, v, a, b, state, segment_ids, Q)
     return out.to(out_dtype), state
 
@@ -138,14 +143,17 @@ def _check(
             )
 
 
-def _chunk_length(log_decay: Tensor, longest: int) -> int:
-    """The longest chunk whose scaled rows stay far inside float32."""
+def _least(log_decay: Tensor) -> float:
     if log_decay.is_meta:
-        return longest
-    strongest = -float(log_decay.detach().amin())
-    if math.isnan(strongest):  # a run that has diverged shows it in its loss, not here
-        return longest
-    return max(1, min(longest, int(2 * _MAX_HALF_EXPONENT / max(strongest, 1e-6))))
+        return 0.0
+    least = float(log_decay.detach().amin())
+    # A run that has diverged shows it in its loss, not here
+    return 0.0 if math.isnan(least) else least
+
+
+def _chunk_length(least_log_decay: float, longest: int) -> int:
+    """The longest chunk whose scaled rows stay far inside float32."""
+    return max(1, min(longest, int(2 * _MAX_HALF_EXPONENT / max(-least_log_decay, 1e-6))))
 
 
 def _step(

@@ -205,6 +205,7 @@ class RWKV7TimeMix(nn.Module):
             replacement,
             None if state is None else state.wkv_state,
             segment_ids=layout.document_ids,
+            least_log_decay=-_MAX_DECAY_RATE,
         )
         if self.ln_x is not None:
             y = self.ln_x(y.reshape(batch * T, width)).view(shape)
