@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from refragkit.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, load_adapt
 from refragkit.errors import CheckpointError, ConfigError
 from refragkit.models.base import SequenceModel
 from refragkit.models.build import hybrid, rwkv_qwen, transformer
-from refragkit.models.checkpoint import assemble
-from refragkit.models.config import ModelConfig
+from refragkit.models.checkpoint import load_model
 
 VOCAB = 64
 IDS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -181,32 +181,9 @@ def _qwen2(seed: int = 0) -> Any:
 
 def _ours(peer: Any) -> SequenceModel:
     """The same weights in our stack."""
-    config = ModelConfig(
-        block_pattern="TT",
-        d_model=32,
-        vocab_size=VOCAB,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=8,
-        qkv_bias=True,
-        d_ff=48,
-        norm_eps=peer.config.rms_norm_eps,
-    )
-    renames = [
-        (".self_attn.", ".mixer."),
-        (".input_layernorm.", ".mixer_norm."),
-        (".post_attention_layernorm.", ".mlp_norm."),
-        ("model.layers.", "blocks."),
-        ("model.", ""),
-    ]
-    tensors = {}
-    for name, tensor in peer.state_dict().items():
-        if name == "lm_head.weight":
-            continue
-        for old, new in renames:
-            name = name.replace(old, new)
-        tensors[name] = tensor.clone()
-    return assemble(config, tensors, source="the Qwen2 of this test").eval()
+    with tempfile.TemporaryDirectory() as folder:
+        peer.save_pretrained(folder)
+        return load_model(folder).eval()
 
 
 @peft_parity
