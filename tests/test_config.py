@@ -82,6 +82,8 @@ def test_seed_defaults_of_the_methods() -> None:
         (["method=null"], ["has no option"]),
         (["no equals sign"], ["is not an override"]),
         (["method.max_steps=[unclosed"], ["is not an override"]),
+        (["~seed"], ["can't be removed"]),
+        (["+method=refrag"], ["is always there"]),
     ],
 )
 def test_wrong_overrides_name_the_key_and_the_nearest(overrides: list[str], parts: list[str]) -> None:
@@ -130,6 +132,8 @@ def test_a_removed_key_is_missing() -> None:
         ("dry_run=1", "dry_run: expected true or false, got 1"),
         ("method=3", "has no option '3'"),
         ("data.path=[a]", r"data\.path: expected"),
+        ("paths.outputs=null", r"paths\.outputs: expected a folder, got None"),
+        ("+paths.inputs=x", r"unknown key 'paths\.inputs'"),
     ],
 )
 def test_wrong_types_are_refused(override: str, message: str) -> None:
@@ -160,6 +164,17 @@ def test_every_node_refers_to_facts_only() -> None:
         text = file.read_text(encoding="utf-8")
         for position in (i for i in range(len(text)) if text.startswith("${", i)):
             assert text.startswith(allowed, position), f"{file}: {text[position : position + 40]}"
+
+
+@pytest.mark.parametrize("key", ["lr", "grad_clip", "weight_decay", "matrix_lr", "temperature"])
+def test_settings_that_are_not_numbers_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"method\.{key}: expected a finite number"):
+        instantiate(compose(["method=refrag", f"method.{key}=nan"]), "method")
+
+
+def test_a_path_in_any_script_means_itself() -> None:
+    path = "/tmp/ünï cödé 日本/x"
+    assert compose([f"data.path={path}"]).data.path == path
 
 
 def test_instantiate_builds_plain_values(tmp_path: Path) -> None:

@@ -124,13 +124,16 @@ def check_overrides(overrides: Sequence[str]) -> None:
             (override,) = parser.parse_overrides([text])
         except OverrideParseException:
             problems.append(
-                f"'{text}' is not an override: expected key=value, such as method=refrag or seed=1"
+                f"'{text}' is not an override: expected key=value, such as method=refrag or seed=1; a value with"
+                " brackets, quotes or commas needs quotes inside the shell's, such as 'data.path=\"a,b\"'"
             )
             continue
         key = override.key_or_group
         if key.split("/")[0].split(".")[0] == "hydra":
             continue
-        if key in GROUPS and not override.is_delete():
+        if key in GROUPS and override.is_add():
+            problems.append(f"{text}: '{key}' is always there; choose an option with {text.lstrip('+')}")
+        elif key in GROUPS and not override.is_delete():
             options, before = group_options(key), len(problems)
             chosen: list[Any] = (
                 list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
@@ -146,6 +149,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
                     )
             if len(problems) == before:
                 groups.append(f"{key}={'null' if chosen[0] is None else chosen[0]}")
+        elif override.is_delete() and "." not in key:
+            problems.append(f"{text}: '{key}' can't be removed; groups that may be empty have an option none")
         elif override.is_add() or override.is_force_add() or override.is_delete():
             continue
         else:
@@ -173,7 +178,7 @@ def _hydra_compose(overrides: Sequence[str]) -> DictConfig:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
             cfg = hydra_compose("config", overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_message(error)) from error
+        raise ConfigError(one_message(error)) from error
     finally:
         GlobalHydra.instance().__dict__.update(previous)
     choices = {g: cfg.hydra.runtime.choices.get(g) for g in GROUPS}
@@ -182,7 +187,8 @@ def _hydra_compose(overrides: Sequence[str]) -> DictConfig:
     return with_choices(cfg, choices)
 
 
-def _one_message(error: BaseException) -> str:
+def one_message(error: BaseException) -> str:
+    """What Hydra or OmegaConf has to say, its causes included, without its internals."""
     parts = [str(error)]
     cause = error.__cause__
     while cause is not None:
@@ -332,6 +338,7 @@ def validate(cfg: DictConfig) -> None:
     for key, hint in (("seed", int), ("dry_run", bool)):
         if expected := type_problem(cfg.get(key), hint):
             problems.append(f"{key}: expected {expected}, got {cfg.get(key)!r}")
+    problems += _path_problems(cfg)
     for group in GROUPS:
         node = cfg.get(group)
         if node is None:
@@ -344,7 +351,7 @@ def validate(cfg: DictConfig) -> None:
         try:
             values = OmegaConf.to_container(node, resolve=True)
         except OmegaConfBaseException as error:
-            problems.append(f"{group}: {_one_message(error)}")
+            problems.append(f"{group}: {one_message(error)}")
             continue
         if group == "task":
             values = typing.cast(dict[str, Any], values) | {k: extra[k] for k in extra if k in allowed}
@@ -354,6 +361,19 @@ def validate(cfg: DictConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def _path_problems(cfg: DictConfig) -> list[str]:
+    paths = (
+        OmegaConf.to_container(cfg.paths, resolve=True) if isinstance(cfg.get("paths"), DictConfig) else {}
+    )
+    assert isinstance(paths, dict)
+    problems = [
+        f"unknown key 'paths.{key!s}'; there is only paths.outputs" for key in paths if key != "outputs"
+    ]
+    if not isinstance(paths.get("outputs"), str) or not paths["outputs"]:
+        problems.append(f"paths.outputs: expected a folder, got {paths.get('outputs')!r}")
+    return problems
+
+
 def task_keys(cfg: DictConfig) -> dict[str, Any]:
     """The root keys that belong to the chosen task, such as ``prompt`` of ``task=generate``."""
     own = OmegaConf.masked_copy(cfg, [key for key in map(str, cfg) if key not in ROOT_KEYS])
@@ -361,7 +381,7 @@ def task_keys(cfg: DictConfig) -> dict[str, Any]:
     try:
         return typing.cast(dict[str, Any], OmegaConf.to_container(own, resolve=True))
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_message(error)) from error
+        raise ConfigError(one_message(error)) from error
 
 
 def _task_parameters(cfg: DictConfig) -> set[str]:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("refragkit")
 
-# Exit codes of failed jobs of a sweep; a failed job must not end the others.
-_failed_jobs: list[int] = []
+# What failed in a sweep; a failed job must not end the others.
+_failed_jobs: list[str] = []
 
 
 class Run:
@@ -138,8 +138,16 @@ class Run:
 
     def artifact(self, name: str, path: Path) -> None:
         """Record a file or folder of the run under ``name`` and upload it."""
-        self.summary.artifacts[name] = str(path.relative_to(self.folder))
+        self.keep(name, path)
         self.tracking.log_artifact(path)
+
+    def keep(self, name: str, path: Path) -> None:
+        """Record a file or folder of the run under ``name`` in the summary only."""
+        self.summary.artifacts[name] = str(path.relative_to(self.folder))
+
+    def write_summary(self) -> None:
+        """Write the summary as it stands, so that a killed run leaves what it had."""
+        self.summary.write(self.folder / "summary.json")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Send metrics to the tracking store and remember the latest value of each."""
@@ -165,6 +173,10 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
     from refragkit.summary import Summary, git_commit, peak_rss_bytes, reset_peak_rss
 
     folder = folder.absolute()
+    if (folder / "summary.json").exists():
+        message = f"{_shown(folder)} holds an earlier run; choose another folder (hydra.run.dir=...)"
+        print_error(message)
+        return Summary(status="failed", error=message)
     folder.mkdir(parents=True, exist_ok=True)
     setup_logging(folder / "train.log")
     reset_peak_rss()
@@ -207,9 +219,9 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
         log.debug("failed", exc_info=True)
         summary.status, summary.error = "failed", str(error)
         print_error(str(error))
-    except (KeyboardInterrupt, SystemExit) as error:
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
         log.debug("interrupted", exc_info=True)
-        summary.status, summary.error = "interrupted", f"interrupted ({type(error).__name__})"
+        summary.status, summary.error = "interrupted", "interrupted by Ctrl-C or SIGTERM"
         print_error(f"interrupted; what was saved is in {_shown(folder)}")
     except Exception as error:
         log.debug("failed", exc_info=True)
@@ -263,7 +275,7 @@ def _job(cfg: DictConfig) -> float | None:
         code = 130 if summary.status == "interrupted" else 1
         if hydra.mode != RunMode.MULTIRUN or code == 130:
             sys.exit(code)
-        _failed_jobs.append(code)
+        _failed_jobs.append(f"job {hydra.job.num} ({' '.join(hydra.overrides.task)}): {summary.error}")
     return summary.metrics.get("val/f1")
 
 
@@ -289,10 +301,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     import hydra
     from hydra._internal.utils import get_args_parser
 
-    from refragkit.config import check_overrides, conf_dir, register_resolvers
+    from refragkit.config import check_overrides, conf_dir, one_message, register_resolvers
     from refragkit.text_overrides import quote_text
 
     register_resolvers()
+    # argparse takes no flag after the first override; people write them anywhere.
+    arguments.sort(key=lambda argument: argument not in ("-m", "--multirun"))
     arguments = quote_text(arguments)
     try:
         check_overrides(get_args_parser().parse_known_args(arguments)[0].overrides)
@@ -302,7 +316,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.argv = [sys.argv[0], *arguments]
     _failed_jobs.clear()
     signal.signal(signal.SIGTERM, _on_terminate)
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_job)()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors over as they are, to be shown like all others
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_job)()
+    except Exception as error:
+        print_error(one_message(error))
+        sys.exit(1)
     if _failed_jobs:
-        print_error(f"{len(_failed_jobs)} of the sweep's jobs failed; each summary.json says why")
+        print_error("\n".join(["in this sweep failed:", *_failed_jobs]))
         sys.exit(1)

@@ -82,10 +82,15 @@ def peak_rss_bytes() -> int:
 
 def git_commit() -> str | None:
     """The commit of the checkout that this code runs from, or None outside a checkout."""
+    checkout = Path(__file__).parents[2]
+    if not (
+        checkout / ".git"
+    ).exists():  # installed: a repository around the environment is another project's
+        return None
     try:
         found = subprocess.run(
             ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
+            cwd=checkout,
             capture_output=True,
             text=True,
             timeout=10,

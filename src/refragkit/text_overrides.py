@@ -22,12 +22,26 @@ def quote_text(overrides: Sequence[str]) -> list[str]:
 
 def _quote(override: str) -> str:
     key, separator, value = override.partition("=")
-    if key not in TEXT_KEYS or not separator or _is_hydra_text(key, override):
+    text = key in TEXT_KEYS and not _is_hydra_text(key, override)
+    # A path with letters that Hydra's grammar lacks can only mean itself.
+    foreign = not override.isascii() and not _parses(override)
+    if not separator or override.startswith("-") or not (text or foreign):
         return override
     # Hydra: a quote is escaped, and so are the backslashes before it or at the end. OmegaConf: so is ${.
     value = re.sub(r"(\\*)\$\{", lambda m: 2 * m.group(1) + r"\${", value)
     value = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m.group(1) + ("\\'" if m.group(2) else ""), value)
     return f"{key}='{value}'"
+
+
+def _parses(override: str) -> bool:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    try:
+        OverridesParser.create().parse_overrides([override])
+    except OverrideParseException:
+        return False
+    return True
 
 
 def _is_hydra_text(key: str, override: str) -> bool:

@@ -140,9 +140,23 @@ class Conversation:
         return {"id": self.id, "messages": [m.to_dict() for m in self.messages]}
 
 
-@dataclass(frozen=True, slots=True)
 class Batch:
-    """One global batch: batch number ``index`` of a run, a pure function of (seed, index)."""
+    """One global batch: batch number ``index`` of a run, a pure function of (seed, index).
 
-    index: int
-    examples: Sequence[Question | Conversation]
+    Not a dataclass: Lightning walks into dataclasses to convert their tensors, and refuses frozen ones.
+    """
+
+    __slots__ = ("examples", "index")
+
+    def __init__(self, index: int, examples: Sequence[Question | Conversation]) -> None:
+        self.index = index
+        self.examples = examples
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Batch) and (self.index, self.examples) == (other.index, other.examples)
+
+    def __hash__(self) -> int:
+        return hash((self.index, tuple(self.examples)))
+
+    def __repr__(self) -> str:
+        return f"Batch(index={self.index}, examples={len(self.examples)})"

@@ -156,6 +156,7 @@ def test_the_micro_batch_size_changes_no_gradient(
         ("method=sft", "model=mamba"),
         ("method=sft", "model=transformer", "retriever=none"),
         ("method=refrag", "model=rwkv-qwen"),
+        ("method=refrag", "model=hybrid", "hardware.precision=bf16-true"),
         ("method=refrag", "model=hybrid", "method.target=sampled", "method.temperature=1.0"),
         ("method=refrag", "model=mamba", "retriever=gold"),
         ("method=lora", "model=rwkv-qwen"),
@@ -171,6 +172,8 @@ def test_methods_models_and_retrievers_combine(outputs: Path, overrides: tuple[s
     if "lora" in "".join(overrides):
         assert summary["trainable_parameters"] < summary["total_parameters"] / 2
         assert (folder / "adapter" / "adapter_model.safetensors").exists()
+        # The base had random weights, so the merged model is kept beside the adapter.
+        assert load_model(folder / "model").block_pattern
 
 
 def test_training_lowers_the_loss(outputs: Path) -> None:
@@ -200,6 +203,10 @@ def test_training_lowers_the_loss(outputs: Path) -> None:
         (("method.global_batch_size=6", "hardware.micro_batch_size=4"), "not divisible"),
         (("method.max_seq_len=4", "method.max_new_tokens=4"), "leaves no room"),
         (("method.epochs=0",), "method.epochs: expected at least 1"),
+        (("method.max_seq_len=12",), "held no supervised token"),
+        (("method=lora", "adapter=none"), "has none"),
+        (("reward.weights.answer=-1", "dry_run=true"), "reward.weights.answer"),
+        (("model.block_pattern=TXQ", "dry_run=true"), "block_pattern"),
         (("method=refrag", "method.weight_floor=1.5"), "method.weight_floor"),
         (("hardware=gpu",), "no CUDA device"),
     ],
@@ -258,6 +265,51 @@ def test_an_unexpected_error_is_one_line_and_keeps_its_traceback(
     assert summary["error"] == "ZeroDivisionError: a bug"
     assert "Traceback" not in capsys.readouterr().err
     assert "ZeroDivisionError" in (folder / "train.log").read_text()
+
+
+def test_a_used_folder_is_not_written_over(outputs: Path, refrag: tuple[dict[str, Any], Path]) -> None:
+    before = {p: p.stat().st_mtime_ns for p in refrag[1].rglob("*")}
+    summary = run_experiment(compose(small(outputs)), refrag[1])
+    assert summary.status == "failed"
+    assert "holds an earlier run" in str(summary.error)
+    assert before == {p: p.stat().st_mtime_ns for p in refrag[1].rglob("*")}
+
+
+def test_a_killed_run_leaves_its_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from refragkit.methods.sft import SFTModule
+
+    prepare, seen = SFTModule.prepare, []
+
+    def killed_in_step_3(self: SFTModule, batch: Any) -> Any:
+        if batch.index == 2:
+            seen.append(json.loads((tmp_path / "runs" / "killed" / "summary.json").read_text()))
+        return prepare(self, batch)
+
+    monkeypatch.setattr(SFTModule, "prepare", killed_in_step_3)
+    overrides = ("tracking=none", "method.max_steps=3", "method.eval_every=2", "model.block_pattern=M")
+    run(tmp_path / "runs", "killed", *overrides)
+    assert seen[0]["status"] == "running"
+    assert {"metrics", "training_plot", "samples", "best_checkpoint", "last_checkpoint"} <= set(
+        seen[0]["artifacts"]
+    )
+
+
+def test_validation_examples_that_do_not_fit_are_counted(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "corpus.jsonl").write_text('{"id": "p1", "title": "A", "text": "b"}\n')
+
+    def write(file: str, *questions: str) -> None:
+        rows = [
+            {"id": q[:9] + file, "question": q, "answers": ["b"], "supporting_ids": ["p1"]} for q in questions
+        ]
+        (data / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("train.jsonl", "a?", "b?", "c?", "d?")
+    write("validation.jsonl", "why?", "how? " * 900)
+    summary, _ = run(tmp_path, "long", f"data.path={data}", "tracking=none", "model.block_pattern=M")
+    assert summary["status"] == "finished", summary["error"]
+    assert summary["metrics"]["val/dropped_examples"] == 1
 
 
 def test_an_interrupted_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

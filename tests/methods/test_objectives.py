@@ -13,7 +13,7 @@ from refragkit.config import instantiate
 from refragkit.data.conversation import Rendered
 from refragkit.data.datamodule import MultiHopQA
 from refragkit.data.tokenizer import Tokenizer
-from refragkit.methods.base import Components, MethodModule, reward_parts, score_answers
+from refragkit.methods.base import Answer, Components, MethodModule, reward_parts, score_answers
 from refragkit.methods.refrag import RefragModule
 from refragkit.retrievers.multi_hop import MultiHopRetriever
 from refragkit.types import Batch, Document, Episode, Hit, Hop, Question
@@ -122,17 +122,29 @@ def test_sampled_answers_that_earn_nothing_teach_nothing(make, data: MultiHopQA)
     assert all(not g.any() for g in gradients(module).values())
 
 
+def test_sampled_answers_are_trained_on_as_they_were_sampled(make, data: MultiHopQA) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=refrag", "method.target=sampled", "method.temperature=1.0")
+    sampled = module.answer(data.train, module.episodes.retrieve(data.train), temperature=1.0, seed=3)
+    end = module.tokenizer.end_id
+    for answer in sampled:
+        example = answer.as_example()
+        assert example.input_ids == answer.prompt_ids + answer.token_ids
+        assert example.supervised_tokens == len(answer.token_ids) <= 6
+        assert end not in answer.token_ids[:-1]
+    assert any(answer.token_ids[-1] != end for answer in sampled)  # cut short: must not learn to end there
+
+
 def test_rewards_are_computed_on_what_the_model_answered(make, data: MultiHopQA, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     module = make("method=refrag")
     answers = [q.answers[0] for q in data.train]
-    monkeypatch.setattr(
-        RefragModule, "answer", lambda self, *args, **kwargs: [answers[0], "", "zzz", *answers[3:]]
-    )
+    said = [Answer([1], [2], text) for text in (answers[0], "", "zzz", *answers[3:])]
+    monkeypatch.setattr(RefragModule, "answer", lambda self, *args, **kwargs: said)
     metrics = module.prepare(Batch(0, data.train)).metrics
     assert metrics["reward/answer"] == pytest.approx(3 / 5)
     assert metrics["reward/empty_completions"] == pytest.approx(1 / 5)
     recall_only_for_spoken = metrics["reward/relevance"]
-    monkeypatch.setattr(RefragModule, "answer", lambda self, *args, **kwargs: answers)
+    right = [Answer([1], [2], text) for text in answers]
+    monkeypatch.setattr(RefragModule, "answer", lambda self, *args, **kwargs: right)
     assert module.prepare(Batch(0, data.train)).metrics["reward/relevance"] > recall_only_for_spoken
 
 
@@ -182,7 +194,7 @@ def test_dropped_examples_are_counted(make, data: MultiHopQA) -> None:  # type: 
     prepared = module.prepare(Batch(0, [long, data.train[0]]))
     assert module._keep(prepared) == []
     assert module.dropped_examples == 2
-    assert module.answer([long], [()], temperature=0.0, seed=0) == [""]
+    assert module.answer([long], [()], temperature=0.0, seed=0)[0].text == ""
 
 
 def test_score_answers_by_hand() -> None:

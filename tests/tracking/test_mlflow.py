@@ -88,6 +88,19 @@ def test_traces_have_a_span_for_each_hop(store: Path) -> None:
     assert traces[0].info.trace_metadata["mlflow.sourceRun"] == run_id
 
 
+def test_artifacts_of_an_explicit_database_lie_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracking = MLflowTracking(uri=f"sqlite:///{tmp_path}/deep/runs.db", outputs=tmp_path / "unused")
+    tracking.start("x", {}, {})
+    (tmp_path / "a.txt").write_text("a")
+    tracking.log_artifact(tmp_path / "a.txt")
+    tracking.end("finished")
+    assert len(list((tmp_path / "deep" / "mlartifacts").rglob("a.txt"))) == 1
+    assert not (tmp_path / "mlruns").exists()
+
+
 def test_an_unreachable_store_is_one_readable_error(tmp_path: Path) -> None:
     (tmp_path / "folder.db").mkdir()
     tracking = MLflowTracking(uri=f"sqlite:///{tmp_path / 'folder.db'}", outputs=tmp_path)

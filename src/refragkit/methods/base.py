@@ -7,6 +7,7 @@ micro batch size nor accumulation changes the gradient.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from refragkit.data.collate import collate, micro_batch_indices, micro_batches
 from refragkit.data.conversation import Rendered
+from refragkit.errors import DataError
 from refragkit.methods.episodes import EpisodeBuilder
 from refragkit.ops.cross_entropy import linear_cross_entropy
 from refragkit.rewards.composite import CompositeReward
@@ -30,7 +32,7 @@ from refragkit.training.optim import (
     learning_rate_factor,
     set_learning_rates,
 )
-from refragkit.types import Batch, Conversation, Episode, Question
+from refragkit.types import Batch, Conversation, Episode, Hop, Question
 
 if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
@@ -40,8 +42,12 @@ if TYPE_CHECKING:
     from refragkit.rewards.base import Reward
     from refragkit.training.hardware import Hardware
 
+log = logging.getLogger("refragkit")
+
 # Prompts are read in groups of so many tokens, which bounds the memory of a large evaluation.
 _PREFILL_TOKENS = 16384
+# A run that has trained on nothing after so many steps will not do better later.
+_STEPS_WITHOUT_A_TOKEN = 3
 
 
 @dataclass
@@ -139,10 +145,17 @@ class MethodModule(pl.LightningModule):
         optimizer.zero_grad()
         metrics = {f"lr/{kind}": rate for kind, rate in rates.items()} | prepared.metrics
         kept = self._keep(prepared)
+        metrics["train/dropped_examples"] = len(prepared.examples) - len(kept)
         if kept:
             self.model.train()
             metrics |= self._accumulate(kept)
             metrics["train/grad_norm"] = clip_gradients(self.model.parameters(), self.recipe.grad_clip)
+        elif self.trained_tokens == 0 and step + 1 == min(_STEPS_WITHOUT_A_TOKEN, self.components.n_steps):
+            raise DataError(
+                f"the first {step + 1} steps held no supervised token: their {self.dropped_examples} examples don't fit"
+                f" into method.max_seq_len={self.recipe.max_seq_len}, or have no assistant turn; raise"
+                " method.max_seq_len, or look at the data"
+            )
         optimizer.step()
         tokens = sum(len(e.input_ids) for e, _ in kept)
         seconds = time.perf_counter() - started
@@ -240,15 +253,25 @@ class MethodModule(pl.LightningModule):
             else self.episodes.conversation(e)
             for e in examples
         ]
-        metrics = self._validation_loss([r for r in rendered if r.supervised_tokens])
+        usable = [r for r in rendered if r.supervised_tokens]
+        metrics = self._validation_loss(usable)
+        if len(usable) < len(rendered):
+            metrics["val/dropped_examples"] = len(rendered) - len(usable)
+            log.warning(
+                "%d of %d validation examples have no supervised token within method.max_seq_len=%d and are not in"
+                " val/loss",
+                len(rendered) - len(usable),
+                len(rendered),
+                self.recipe.max_seq_len,
+            )
         records: list[dict[str, Any]] = []
         if questions:
             step = self.global_step
-            completions = self.answer(
+            answers = self.answer(
                 questions, hops, temperature=0.0, seed=derive_seed(self.components.seed, "eval")
             )
             evaluated = [
-                episode(q, h, c, self.max_hops) for q, h, c in zip(questions, hops, completions, strict=True)
+                episode(q, h, a.text, self.max_hops) for q, h, a in zip(questions, hops, answers, strict=True)
             ]
             more, records = score_answers(evaluated, self.reward, step)
             metrics |= more
@@ -268,11 +291,11 @@ class MethodModule(pl.LightningModule):
         return self.components.retriever.max_hops if self.components.retriever else 0
 
     def answer(
-        self, questions: Sequence[Question], hops: Sequence[Sequence[Any]], temperature: float, seed: int
-    ) -> list[str]:
+        self, questions: Sequence[Question], hops: Sequence[Sequence[Hop]], temperature: float, seed: int
+    ) -> list[Answer]:
         """The model's answer to each question, given its documents, in one batched generation.
 
-        A question that does not fit into the context is answered with the empty string.
+        A question that does not fit into the context is answered with nothing.
 
         Args:
             questions: B questions.
@@ -284,7 +307,7 @@ class MethodModule(pl.LightningModule):
 
         prompts = [self.episodes.prompt(q, h) for q, h in zip(questions, hops, strict=True)]
         answerable = [i for i, prompt in enumerate(prompts) if prompt]
-        answers = [""] * len(prompts)
+        answers = [Answer([], [], "") for _ in prompts]
         if not answerable:
             return answers
         config = GenerationConfig(
@@ -301,11 +324,34 @@ class MethodModule(pl.LightningModule):
             max_batch_tokens=_PREFILL_TOKENS,
         )
         for i, (completion,) in zip(answerable, samples, strict=True):
-            answers[i] = self.tokenizer.decode(completion.content_ids).strip()
+            text = self.tokenizer.decode(completion.content_ids).strip()
+            answers[i] = Answer(prompts[i], list(completion.token_ids), text)
         return answers
 
 
-def episode(question: Question, hops: Sequence[Any], completion: str, max_hops: int) -> Episode:
+@dataclass(frozen=True)
+class Answer:
+    """What the model generated for one prompt.
+
+    Attributes:
+        prompt_ids: what it read; empty where the question didn't fit.
+        token_ids: what it wrote, the end token included where it came to one.
+        text: the same without special tokens.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+
+    def as_example(self) -> Rendered:
+        """The very tokens that were generated, as a training example: an answer cut short does not learn to end."""
+        return Rendered(
+            self.prompt_ids + self.token_ids,
+            [False] * len(self.prompt_ids) + [True] * len(self.token_ids),
+        )
+
+
+def episode(question: Question, hops: Sequence[Hop], completion: str, max_hops: int) -> Episode:
     """What a reward sees of one answered question."""
     return Episode(
         question=question.question,

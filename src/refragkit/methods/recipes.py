@@ -5,6 +5,7 @@ The mathematics of each method is in its own file beside this one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -81,9 +82,18 @@ class Recipe:
                 raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
         if self.max_steps is not None and self.max_steps < 1:
             raise ConfigError(f"method.max_steps: expected null or at least 1, got {self.max_steps}")
-        for name in ("weight_decay", "warmup_steps", "grad_clip", "init_lr_frac", "scratch_lr_frac"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"method.{name}: expected 0 or more, got {getattr(self, name)}")
+        rates = ("embedding_lr", "unembedding_lr", "matrix_lr", "init_lr_frac", "scratch_lr_frac")
+        for name in (
+            "weight_decay",
+            "warmup_steps",
+            "grad_clip",
+            *rates,
+            *(["lr"] if self.lr is not None else []),
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"method.{name}: expected a finite number, 0 or more, got {getattr(self, name)}"
+                )
         if self.max_seq_len <= self.max_new_tokens:
             raise ConfigError(
                 f"method.max_seq_len={self.max_seq_len} leaves no room for a prompt beside"
@@ -141,8 +151,10 @@ class Refrag(Recipe):
                 raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
         if not 0 <= self.weight_floor < 1:
             raise ConfigError(f"method.weight_floor: expected a number in [0, 1), got {self.weight_floor}")
-        if self.temperature < 0:
-            raise ConfigError(f"method.temperature: expected 0 or more, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(
+                f"method.temperature: expected a finite number, 0 or more, got {self.temperature}"
+            )
 
     def module(self, components: Components) -> RefragModule:
         """The Lightning module."""

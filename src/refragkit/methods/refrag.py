@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from refragkit.errors import DataError
 from refragkit.methods.base import MethodModule, Prepared, episode, reward_parts
+from refragkit.rewards.base import says_nothing
 from refragkit.seeding import derive_seed
 from refragkit.types import Batch, Question
 
@@ -62,10 +63,10 @@ class RefragModule(MethodModule):
         hops = self.episodes.retrieve(questions)
         retrieved = time.perf_counter()
         seed = derive_seed(self.components.seed, self.global_step, self.global_rank, "rollouts")
-        completions = self.answer(questions, hops, recipe.temperature, seed)
+        answers = self.answer(questions, hops, recipe.temperature, seed)
         answered = time.perf_counter()
         episodes = [
-            episode(q, h, c, self.max_hops) for q, h, c in zip(questions, hops, completions, strict=True)
+            episode(q, h, a.text, self.max_hops) for q, h, a in zip(questions, hops, answers, strict=True)
         ]
         parts = reward_parts(self.reward, episodes)
         totals = parts["total"]
@@ -75,14 +76,15 @@ class RefragModule(MethodModule):
         # A sampled answer that earned nothing must not be learnt at all; a gold one always deserves a little.
         floor = recipe.weight_floor if recipe.target == "given" else 0.0
         weights = [floor + (1 - floor) * total for total in totals]
-        targets = completions if recipe.target == "sampled" else [q.answers[0] for q in questions]
+        if recipe.target == "sampled":
+            examples = [a.as_example() for a in answers]
+        else:
+            examples = [
+                self.episodes.example(q, h, q.answers[0]) for q, h in zip(questions, hops, strict=True)
+            ]
         metrics = {f"reward/{name}": sum(values) / len(values) for name, values in parts.items()}
         metrics["train/weight"] = sum(weights) / len(weights)
-        metrics["reward/empty_completions"] = sum(not c for c in completions) / len(completions)
+        metrics["reward/empty_completions"] = sum(says_nothing(a.text) for a in answers) / len(answers)
         metrics["time/retrieve_seconds"] = retrieved - started
         metrics["time/generate_seconds"] = answered - retrieved
-        return Prepared(
-            [self.episodes.example(q, h, t) for q, h, t in zip(questions, hops, targets, strict=True)],
-            weights=weights,
-            metrics=metrics,
-        )
+        return Prepared(examples, weights=weights, metrics=metrics)

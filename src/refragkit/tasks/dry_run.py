@@ -50,12 +50,10 @@ def memory_estimate(model: SequenceModel, trainable: int, micro_batch: int, toke
 def dry_run(run: Run, recipe: Recipe) -> None:
     """Build the model on the meta device, print what a run would need, and record it in the summary."""
     from refragkit.models.build import build_model
-    from refragkit.tasks.train import check_method
 
     data = run.data
     vocab_size = data.vocab_size if run.model_path is None else None  # a trained model has its own
     model = build_model(run.cfg.model, vocab_size=vocab_size, seed=run.seed, device="meta")
-    check_method(run, recipe, model.block_pattern)
     kinds = model.parameter_counts()
     report = run.apply_adapter(model)
     trainable = report.trainable_parameters

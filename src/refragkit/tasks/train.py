@@ -10,6 +10,7 @@ from refragkit.errors import ConfigError
 if TYPE_CHECKING:
     from refragkit.data.datamodule import DataModule
     from refragkit.experiment import Run
+    from refragkit.methods.base import MethodModule
     from refragkit.methods.recipes import Recipe
 
 log = logging.getLogger("refragkit")
@@ -38,6 +39,10 @@ def check_method(run: Run, recipe: Recipe, block_pattern: str) -> None:
             f"method={choices.method} needs a knowledge base to retrieve from, and retriever=none has none;"
             " choose retriever=dense, bm25 or hybrid, or method=sft to train without documents"
         )
+    if choices.method == "lora" and choices.adapter == "none":
+        raise ConfigError(
+            "method=lora trains an adapter, and adapter=none has none; choose method=sft instead"
+        )
 
 
 def train(run: Run) -> None:
@@ -46,15 +51,16 @@ def train(run: Run) -> None:
     from refragkit.models.build import build_model
 
     recipe: Recipe = instantiate(run.cfg, "method")
+    # What doesn't fit is said before data are read or an index is built; on the meta device a model costs nothing.
+    vocab_size = 512 if run.model_path is None else None  # a trained model has its own
+    check_method(run, recipe, build_model(run.cfg.model, vocab_size=vocab_size, device="meta").block_pattern)
+    run.hardware.gradient_accumulation(recipe.global_batch_size)
+    _ = run.reward
     if run.cfg.dry_run:
         from refragkit.tasks.dry_run import dry_run
 
         dry_run(run, recipe)
         return
-    # On the meta device this costs nothing, and says what doesn't fit before data are read or an index is built.
-    vocab_size = 512 if run.model_path is None else None  # a trained model has its own
-    check_method(run, recipe, build_model(run.cfg.model, vocab_size=vocab_size, device="meta").block_pattern)
-    run.hardware.gradient_accumulation(recipe.global_batch_size)
     _fit(run, recipe)
 
 
@@ -63,8 +69,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
 
     from refragkit.console import route_library_logs
     from refragkit.methods.base import Components
-    from refragkit.tracking.plots import plot_training
-    from refragkit.training.callbacks import Evaluation, StepLog, write_metrics_csv
+    from refragkit.training.callbacks import Evaluation, StepLog
     from refragkit.training.progress import TrainingProgress
 
     route_library_logs()
@@ -105,7 +110,9 @@ def _fit(run: Run, recipe: Recipe) -> None:
             TrainingProgress(),
             StepLog(),
             Evaluation(
-                run.folder, on_records=lambda records, step: run.tracking.log_traces(records[:16], step)
+                run.folder,
+                on_records=lambda records, step: run.tracking.log_traces(records[:16], step),
+                on_saved=lambda: _save_progress(run, module),
             ),
         ],
         logger=False,
@@ -116,33 +123,22 @@ def _fit(run: Run, recipe: Recipe) -> None:
         default_root_dir=run.folder,
     )
     log.info(
-        "training: %d steps of %d examples (%d micro batches each), %d training and %d validation examples, %s",
+        "training: %d steps of %d examples (%d micro batches each), %d training and %d validation examples in use, %s",
         n_steps,
         recipe.global_batch_size,
         hardware.gradient_accumulation(recipe.global_batch_size),
         len(data.train),
-        len(data.validation),
+        min(len(data.validation), recipe.eval_batches * recipe.global_batch_size),
         hardware.resolved_precision(),
     )
     try:
         trainer.fit(module, loader)
     finally:
-        if module.history:
-            write_metrics_csv(run.folder / "metrics.csv", module.history)
-            run.artifact("metrics", run.folder / "metrics.csv")
-            (run.folder / "plots").mkdir(exist_ok=True)
-            plot_training(module.history, run.folder / "plots" / "training.png")
-            run.artifact("training_plot", run.folder / "plots" / "training.png")
-        if (run.folder / "samples.jsonl").exists():
-            run.artifact("samples", run.folder / "samples.jsonl")
-        if module.training_seconds:
-            run.summary.train_tokens_per_second = module.trained_tokens / module.training_seconds
-    for name in ("best", "last"):
-        path = run.folder / "checkpoints" / f"{name}.ckpt"
-        if path.exists():
-            run.summary.artifacts[f"{name}_checkpoint"] = str(path.relative_to(run.folder))
+        _save_progress(run, module)
+        for name in ("metrics.csv", "plots/training.png", "samples.jsonl"):
+            run.tracking.log_artifact(run.folder / name)
     if module.truncated_documents:
-        log.info("%d documents were cut to fit method.max_seq_len", module.truncated_documents)
+        log.info("%d documents were cut to fit the context", module.truncated_documents)
     if module.dropped_examples:
         log.warning(
             "%d examples had no supervised token within the context and were skipped", module.dropped_examples
@@ -150,13 +146,41 @@ def _fit(run: Run, recipe: Recipe) -> None:
     _export(run, model)
 
 
+def _save_progress(run: Run, module: MethodModule) -> None:
+    """Write what a run has so far, so that one that is killed loses no curve and no answer."""
+    from refragkit.tracking.plots import plot_training
+    from refragkit.training.callbacks import write_metrics_csv
+
+    files = {
+        "metrics": "metrics.csv",
+        "training_plot": "plots/training.png",
+        "samples": "samples.jsonl",
+        "best_checkpoint": "checkpoints/best.ckpt",
+        "last_checkpoint": "checkpoints/last.ckpt",
+    }
+    if module.history:
+        write_metrics_csv(run.folder / files["metrics"], module.history)
+        plot_training(module.history, run.folder / files["training_plot"])
+    for name, file in files.items():
+        if (run.folder / file).exists():
+            run.keep(name, run.folder / file)
+    if module.training_seconds:
+        run.summary.train_tokens_per_second = module.trained_tokens / module.training_seconds
+    run.write_summary()
+
+
 def _export(run: Run, model: Any) -> None:
     if run.cfg.choices.adapter != "none":
+        from refragkit.adapters.lora import merge_into_base
         from refragkit.adapters.peft_format import save_adapter
 
         save_adapter(model, run.folder / "adapter")
         run.artifact("adapter", run.folder / "adapter")
-        return
+        if run.model_path is not None:
+            return
+        # Its base exists nowhere else: without this the adapter could never be used.
+        log.warning("the adapter's base had random weights; model/ holds both, merged")
+        merge_into_base(model)
     from refragkit.models.checkpoint import save_model
 
     save_model(model, run.folder / "model", tokenizer=run.tokenizer)

@@ -59,6 +59,9 @@ class MLflowTracking:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        # MLflow's defaults keep a run waiting for four minutes where no server answers.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         logging.getLogger("alembic").setLevel(logging.WARNING)
         try:
             self._open()
@@ -82,18 +85,20 @@ class MLflowTracking:
         from filelock import FileLock
         from mlflow import MlflowClient
 
-        location = None
-        _check_sqlite(self.uri)
-        if self.uri is None:
-            self.outputs.mkdir(parents=True, exist_ok=True)
-            location = (self.outputs / "mlartifacts").as_uri()
-            # Parallel jobs race on the schema migration of a new SQLite store and on the experiment's name.
-            with FileLock(self.outputs / ".mlflow.lock"):
-                self._client = MlflowClient(tracking_uri=self._local_uri())
-                self._experiment_id = self._experiment(location)
-        else:
-            self._client = MlflowClient(tracking_uri=self.uri)
-            self._experiment_id = self._experiment(location)
+        uri = self.uri or self._local_uri()
+        if not uri.startswith("sqlite:///"):
+            log.info("connecting to the tracking server %s", uri)
+            self._client = MlflowClient(tracking_uri=uri)
+            self._experiment_id = self._experiment(None)
+            return
+        database = Path(uri.removeprefix("sqlite:///")).absolute()
+        database.parent.mkdir(parents=True, exist_ok=True)
+        _check_sqlite(database)
+        # Parallel jobs race on the schema migration of a new SQLite store and on the experiment's name.
+        with FileLock(database.with_name(f".{database.name}.lock")):
+            self._client = MlflowClient(tracking_uri=uri)
+            # Beside the database: MLflow's own default is a folder of wherever the first run was started.
+            self._experiment_id = self._experiment((database.parent / "mlartifacts").as_uri())
 
     def _experiment(self, artifact_location: str | None) -> str:
         assert self._client is not None
@@ -225,11 +230,10 @@ class MLflowTracking:
             self._client.set_terminated(self.run_id, status=_STATUS.get(status, "FAILED"))
 
 
-def _check_sqlite(uri: str | None) -> None:
+def _check_sqlite(database: Path) -> None:
     """Fail at once on a SQLite file that can't be opened; MLflow would try again for two minutes."""
     import sqlite3
     from contextlib import closing
 
-    if uri is not None and uri.startswith("sqlite:///"):
-        with closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as connection:
-            connection.execute("pragma schema_version")
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("pragma schema_version")

@@ -27,6 +27,7 @@ class Evaluation(pl.Callback):
         folder: the run folder; checkpoints go to ``checkpoints/``, answers to ``samples.jsonl``.
         monitor: metric that decides what is best, lower is better.
         on_records: called with the records of the last evaluation.
+        on_saved: called after each evaluation, when its checkpoints are written.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class Evaluation(pl.Callback):
         folder: Path,
         monitor: str = "val/loss",
         on_records: Callable[[list[dict[str, Any]], int], None] | None = None,
+        on_saved: Callable[[], None] | None = None,
     ) -> None:
         self.folder = folder
         self.monitor = monitor
         self.on_records = on_records
+        self.on_saved = on_saved
         self.best = float("inf")
         self.best_step = 0
 
@@ -73,6 +76,8 @@ class Evaluation(pl.Callback):
             self.best, self.best_step = value, step
             save_checkpoint(trainer, self.folder / "checkpoints" / "best.ckpt")
         save_checkpoint(trainer, self.folder / "checkpoints" / "last.ckpt")
+        if self.on_saved is not None:
+            self.on_saved()
         if step == n_steps and self.on_records is not None:
             self.on_records(records, step)
 

@@ -33,7 +33,8 @@ class GoldPlanner(QueryPlanner):
 
         def answer(match: re.Match[str]) -> str:
             i = int(match.group(1))
-            return str(steps[i - 1]["answer"]) if 1 <= i <= len(steps) else match.group(0)
+            known = steps[i - 1].get("answer") if 1 <= i <= len(steps) else None
+            return match.group(0) if known is None else str(known)
 
         # MuSiQue writes some steps as "X >> relation".
         step = str(steps[len(trail.hops)]["question"]).replace(" >> ", " ")
