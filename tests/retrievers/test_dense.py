@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from refragkit.errors import ConfigError, RetrievalError
+from refragkit.retrievers import dense as dense_module
 from refragkit.retrievers.base import passage_text
 from refragkit.retrievers.dense import DenseRetriever, dense
 from refragkit.retrievers.encoder import SentenceEncoder, resolve_encoder
@@ -28,6 +29,20 @@ def test_hits_are_those_of_exact_cosines(corpus: list[Document], cache: Path) ->
         assert [h.score for h in hits] == pytest.approx(sorted(row, reverse=True), abs=2e-6)
         assert hits[0].doc_id == corpus[int(row.argmax())].doc_id
     assert [hits[0].doc_id for hits in retriever.search(QUERIES, 1)] == ["film_a", "bread", "chess"]
+
+
+def test_exact_search_in_blocks_is_faiss_knn(monkeypatch: pytest.MonkeyPatch) -> None:
+    import faiss
+
+    rng = np.random.default_rng(0)
+    queries, matrix = (rng.normal(size=(n, 16)).astype(np.float32) for n in (23, 301))
+    monkeypatch.setattr(dense_module, "QUERY_BLOCK", 5)
+    monkeypatch.setattr(dense_module, "ROW_BLOCK", 64)
+    for k in (1, 7, 100, 301):
+        rows, scores = dense_module._flat_search(queries, matrix, k)
+        expected_scores, expected = faiss.knn(queries, matrix, k, metric=faiss.METRIC_INNER_PRODUCT)
+        assert np.array_equal(np.sort(rows), np.sort(expected))
+        assert np.allclose(np.sort(scores), np.sort(expected_scores), atol=1e-5)
 
 
 @pytest.mark.parametrize("factory", ["HNSW8", "IVF2,Flat", "SQ8"])

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refragkit.errors import DataError
@@ -34,6 +34,7 @@ def test_nothing_found_or_nothing_relevant() -> None:
     assert set(measure(RANKING, {"x": 0.0}).values()) == {0.0}
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.permutations(["a", "b", "e", "x", "y", "z"]))
 def test_agrees_with_scikit_learn(ranking: list[str]) -> None:
     from sklearn.metrics import ndcg_score

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from refragkit.errors import RetrievalError
 from refragkit.retrievers.base import IntArray, Retriever, ScoreArray, best_first, passage_text
@@ -60,6 +61,7 @@ class BM25Retriever(Retriever):
         self._stem_cache: dict[str, str] = {}
         self._vocabulary: dict[str, int] = {}
         self._bm25: Any = None
+        self._arrays: tuple[NDArray[np.float32], NDArray[np.int32], IntArray] | None = None
 
     def settings(self) -> dict[str, Any]:
         """The parameters; the index also depends on how words are split, which ``words`` numbers."""
@@ -95,18 +97,39 @@ class BM25Retriever(Retriever):
             for text in self._stems([passage_text(d) for d in documents])
         ]
         self._vocabulary = vocabulary
-        self._bm25 = None
+        self._bm25 = self._arrays = None
         if vocabulary:  # a corpus of nothing but stop words matches no query
             self._bm25 = bm25s.BM25(k1=self.k1, b=self.b, method="lucene", backend="numpy")
             self._bm25.index((ids, dict(vocabulary)), create_empty_token=False, show_progress=False)
 
-    def _scores(self, query_stems: Sequence[str]) -> np.ndarray[Any, Any]:
-        """[n_documents] float32."""
+    def _scores(self, query_stems: Sequence[str]) -> ScoreArray:
+        """[n_documents] the sum of the query's words' columns.
+
+        The same sum as bm25s' own, which adds word by word; one pass over all of them is several times faster.
+        """
         ids = [self._vocabulary[s] for s in query_stems if s in self._vocabulary]
         if not ids:
-            return np.zeros(len(self.documents), dtype=np.float32)
-        scores: np.ndarray[Any, Any] = self._bm25.get_scores_from_ids(ids)
-        return scores
+            return np.zeros(len(self.documents))
+        data, indices, starts = self._columns
+        spans = [slice(starts[i], starts[i + 1]) for i in ids]
+        scores = np.bincount(
+            np.concatenate([indices[span] for span in spans]),
+            weights=np.concatenate([data[span] for span in spans]),
+            minlength=len(self.documents),
+        )
+        return np.asarray(scores, dtype=np.float64)
+
+    @property
+    def _columns(self) -> tuple[NDArray[np.float32], NDArray[np.int32], IntArray]:
+        """Bm25s' scores by word, as plain arrays (indexing a memory-mapped one is slow)."""
+        if self._arrays is None:
+            scores = self._bm25.scores
+            self._arrays = (
+                np.asarray(scores["data"]),
+                np.asarray(scores["indices"]),
+                np.asarray(scores["indptr"]),
+            )
+        return self._arrays
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """The k best documents of each query; those that share no word with it come last, with score 0."""
@@ -120,7 +143,7 @@ class BM25Retriever(Retriever):
         for stems in self._stems(queries):
             scores = self._scores(stems)[self._searchable]
             best = best_first(scores, self._searchable, self._id_rank, k)
-            found.append((self._searchable[best], scores[best].astype(np.float64)))
+            found.append((self._searchable[best], scores[best]))
         return found
 
     def score_at(self, queries: Sequence[str], positions: Sequence[IntArray]) -> list[ScoreArray]:
@@ -135,7 +158,7 @@ class BM25Retriever(Retriever):
         result = []
         for stems, chosen in zip(self._stems(queries), positions, strict=True):
             scores = self._scores(stems)
-            result.append((scores[chosen].astype(np.float64), float(scores.max())))
+            result.append((scores[chosen], float(scores.max())))
         return result
 
     def write_files(self, folder: Path) -> None:
@@ -150,7 +173,7 @@ class BM25Retriever(Retriever):
         """Open the scores memory-mapped."""
         self._vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
         self._stem_cache = {}
-        self._bm25 = None
+        self._bm25 = self._arrays = None
         if self._vocabulary:
             import bm25s
 

@@ -1,7 +1,7 @@
 """Dense retrieval: sentence-transformers vectors in a faiss index.
 
-The vectors themselves are kept beside the index, memory-mapped: ``Flat`` searches them directly, and what an
-approximate index (``HNSW32``, ``IVF4096,PQ64``, ...) finds is scored again exactly.
+The vectors themselves are kept beside the index, memory-mapped: ``Flat`` searches them directly and exactly,
+without faiss, and what an approximate index (``HNSW32``, ``IVF4096,PQ64``, ...) finds is scored again exactly.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ FAISS_FILE = "index.faiss"
 SCORE_DECIMALS = 6
 #: An approximate index is asked for this many times k, and the exact scores choose among them.
 OVERSAMPLING = 4
+#: Exact search takes so many queries and so many passages at a time (64 MiB of products).
+QUERY_BLOCK, ROW_BLOCK = 256, 65_536
 
 
 class DenseRetriever(Retriever):
@@ -197,8 +199,6 @@ class DenseRetriever(Retriever):
 
     def _candidates(self, vectors: FloatArray, k: int) -> tuple[list[IntArray], list[ScoreArray]]:
         """Per query, at least the k best rows with all that tie with the last of them, and their scores."""
-        import faiss
-
         matrix = self._matrix()
         total = len(matrix)
         if self._faiss is not None:
@@ -209,11 +209,11 @@ class DenseRetriever(Retriever):
             return rows, [self._exact(matrix[r] @ v) for r, v in zip(rows, vectors, strict=True)]
         wanted = min(total, k + 16)
         while True:
-            scores, found = faiss.knn(vectors, matrix, wanted, metric=faiss.METRIC_INNER_PRODUCT)
+            best_rows, scores = _flat_search(vectors, matrix, wanted)
             exact = self._exact(scores)
-            kth = exact[:, min(k, wanted) - 1]
-            if wanted == total or bool((exact[:, -1] < kth).all()):
-                return list(found), list(exact)
+            kth = np.partition(exact, wanted - min(k, wanted), axis=1)[:, wanted - min(k, wanted)]
+            if wanted == total or bool((exact.min(axis=1) < kth).all()):
+                return list(best_rows), list(exact)
             wanted = min(total, wanted * 4)
 
     @staticmethod
@@ -245,6 +245,40 @@ class DenseRetriever(Retriever):
             values[rows < 0] = 0.0
             result.append(values)
         return result
+
+
+def _largest(values: FloatArray, k: int) -> IntArray:
+    """The columns of each row's k largest values, in no order; all of them where there are no more."""
+    width = values.shape[1]
+    if width <= k:
+        return np.broadcast_to(np.arange(width), values.shape)
+    return np.argpartition(values, width - k, axis=1)[:, width - k :]
+
+
+def _flat_search(vectors: FloatArray, matrix: FloatArray, k: int) -> tuple[IntArray, FloatArray]:
+    """The rows of highest inner product, exactly: [n, k] rows and [n, k] scores, in no order.
+
+    Block by block, so that a memory-mapped matrix streams through; a matrix product and a partition are several
+    times faster here than ``faiss.knn`` on a few hundred queries.
+    """
+    rows = np.empty((len(vectors), k), dtype=np.int64)
+    scores = np.empty((len(vectors), k), dtype=np.float32)
+    for start in range(0, len(vectors), QUERY_BLOCK):
+        chunk = vectors[start : start + QUERY_BLOCK]
+        best_rows = np.zeros((len(chunk), 0), dtype=np.int64)
+        best = np.zeros((len(chunk), 0), dtype=np.float32)
+        for first in range(0, len(matrix), ROW_BLOCK):
+            products = chunk @ matrix[first : first + ROW_BLOCK].T
+            kept = _largest(products, k)
+            best_rows = np.hstack([best_rows, kept + first])
+            best = np.hstack([best, np.take_along_axis(products, kept, axis=1)])
+            kept = _largest(best, k)
+            best_rows, best = (
+                np.take_along_axis(best_rows, kept, axis=1),
+                np.take_along_axis(best, kept, axis=1),
+            )
+        rows[start : start + QUERY_BLOCK], scores[start : start + QUERY_BLOCK] = best_rows, best
+    return rows, scores
 
 
 def dense(

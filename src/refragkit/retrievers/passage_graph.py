@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from refragkit.retrievers.bm25 import words as content_words
 from refragkit.retrievers.index import load_or_build, write_folder
@@ -214,7 +214,8 @@ class PassageGraph:
                 (temporary / "vocabulary.json").write_text(
                     json.dumps(list(graph.vocabulary)), encoding="utf-8"
                 )
-                save_file(graph.tensors, temporary / "graph.safetensors")
+                # Not save_file: it makes files that other users of a shared cache can't read.
+                (temporary / "graph.safetensors").write_bytes(save(graph.tensors))
 
             write_folder(folder, wanted, write)
 
