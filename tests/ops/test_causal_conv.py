@@ -7,32 +7,46 @@ from torch.nn import functional
 from refragkit.ops.causal_conv import causal_conv
 
 
-def problem(taps: int, T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(taps: int, T: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(taps)
-    shapes = ((2, taps - 1 + T, 5), (taps, 5), (5,))
-    x, weight, bias = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+    shapes = ((2, T, 5), (2, taps - 1, 5), (taps, 5), (5,))
+    return [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes
+    ]
 
 
+@pytest.mark.parametrize("with_history", [False, True])
 @pytest.mark.parametrize("taps", [1, 2, 4])
-@pytest.mark.parametrize("T", [1, 2, 9])
-def test_equals_conv1d_in_value_and_gradient(taps: int, T: int) -> None:
-    x, weight, bias = problem(taps, T)
-    y = causal_conv(x, weight, bias)
-    plain = functional.conv1d(x.transpose(1, 2), weight.T[:, None], bias, groups=5).transpose(1, 2)
+@pytest.mark.parametrize("T", [1, 2, 3, 9])
+def test_equals_conv1d_in_value_and_gradient(taps: int, T: int, with_history: bool) -> None:
+    x, history, weight, bias = problem(taps, T)
+    if not with_history:
+        history = torch.zeros_like(history).requires_grad_()
+    y = causal_conv(x, history if with_history else None, weight, bias)
+    extended = torch.cat([history, x], dim=1).transpose(1, 2)
+    plain = functional.conv1d(extended, weight.T[:, None], bias, groups=5).transpose(1, 2)
     torch.testing.assert_close(y, plain)
     scale = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-    got = torch.autograd.grad((y * scale).sum(), (x, weight, bias))
-    wanted = torch.autograd.grad((plain * scale).sum(), (x, weight, bias))
+    inputs = (x, history, weight, bias) if with_history else (x, weight, bias)
+    got = torch.autograd.grad((y * scale).sum(), inputs)
+    wanted = torch.autograd.grad((plain * scale).sum(), inputs)
     for g, w in zip(got, wanted, strict=True):
         torch.testing.assert_close(g, w)
-    torch.testing.assert_close(causal_conv(x, weight, None), plain - bias)
+    torch.testing.assert_close(causal_conv(x, history, weight, None), plain - bias)
+
+
+def test_a_slice_of_a_wider_tensor_and_frozen_weights() -> None:
+    x, _, weight, bias = problem(4, 6)
+    wide = torch.cat([x, x, x], dim=2).detach().requires_grad_()
+    y = causal_conv(wide[..., 5:10], None, weight.detach(), bias.detach())
+    torch.testing.assert_close(y, causal_conv(x, None, weight, bias))
+    y.sum().backward()
+    assert wide.grad is not None and float(wide.grad[..., :5].abs().sum()) == 0.0
 
 
 def test_documents_do_not_see_each_other() -> None:
-    x, weight, bias = problem(4, 7)
+    x, _, weight, bias = problem(4, 7)
     positions = torch.tensor([[0, 1, 0, 1, 2, 3, 4]]).expand(2, -1)
-    y = causal_conv(x, weight, bias, positions)
+    y = causal_conv(x, None, weight, bias, positions)
     for part in (slice(0, 2), slice(2, 7)):
-        alone = functional.pad(x[:, 3:][:, part], (0, 0, 3, 0))
-        torch.testing.assert_close(y[:, part], causal_conv(alone, weight, bias))
+        torch.testing.assert_close(y[:, part], causal_conv(x[:, part], None, weight, bias))

@@ -87,9 +87,10 @@ class Mamba2(nn.Module):
         """
         batch, T, _ = x.shape
         z, xbc, dt = torch.split(self.in_proj(x), [self.d_inner, self.conv_channels, self.n_heads], dim=-1)
-        extended = layout.with_history(xbc, None if state is None else state.conv_state, self.d_conv - 1)
+        history = None if state is None else state.conv_state
+        conv_inputs = xbc
         packed = None if layout.document_ids is None else layout.positions
-        xbc = functional.silu(causal_conv(extended, self.conv1d.weight[:, 0].T, self.conv1d.bias, packed))
+        xbc = functional.silu(causal_conv(xbc, history, self.conv1d.weight[:, 0].T, self.conv1d.bias, packed))
         maps = self.n_groups * self.d_state
         inputs, B, C = torch.split(xbc, [self.d_inner, maps, maps], dim=-1)
         precise = torch.promote_types(dt.dtype, torch.float32)
@@ -112,4 +113,7 @@ class Mamba2(nn.Module):
         out: Tensor = self.out_proj(self.norm(y.reshape(batch, T, self.d_inner), z))
         if not return_state:
             return out, None
-        return out, Mamba2State(layout.history(extended, self.d_conv - 1), ssm_state)
+        width = self.d_conv - 1
+        return out, Mamba2State(
+            layout.history(layout.with_history(conv_inputs, history, width), width), ssm_state
+        )
