@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +164,17 @@ def test_bfloat16_vectors_are_close() -> None:
     texts = ["fermented bread", "board games"]
     a, b = SentenceEncoder(dtype="float32").encode(texts), SentenceEncoder(dtype="bfloat16").encode(texts)
     assert (a * b).sum(axis=1).min() > 0.995
+
+
+def test_nothing_is_asked_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError(f"network attempt: {arguments}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert SentenceEncoder().encode(["tea"]).shape == (1, 384)
+    with pytest.raises(RetrievalError, match="Three ways"):
+        SentenceEncoder("intfloat/e5-base-v2").encode(["tea"])
 
 
 def test_where_an_encoder_is_looked_for(tmp_path: Path) -> None:
