@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from measure import arguments, median_seconds, peak_extra_bytes
 
-from refragkit.ops.cross_entropy import linear_cross_entropy
+from refragkit.ops.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
 
 
 def main() -> None:
@@ -20,25 +20,29 @@ def main() -> None:
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
     targets = torch.randint(0, args.vocab, (args.tokens,))
 
-    def chunked() -> torch.Tensor:
-        return linear_cross_entropy(hidden, weight, targets).sum()
+    weights = torch.rand(args.tokens)
+
+    def weighted() -> torch.Tensor:
+        return weighted_linear_cross_entropy(hidden, weight, targets, weights)[0]
+
+    def per_token() -> torch.Tensor:
+        return (linear_cross_entropy(hidden, weight, targets) * weights).sum()
 
     def full() -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+        losses = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="none")
+        return (losses * weights).sum()
 
     def step(loss: Callable[[], torch.Tensor]) -> None:
         loss().backward()
 
-    seconds = median_seconds({"chunked": lambda: step(chunked), "full": lambda: step(full)}, args.repeats)
+    candidates = {"weighted (training)": weighted, "per token": per_token, "full logits": full}
+    seconds = median_seconds({name: lambda f=f: step(f) for name, f in candidates.items()}, args.repeats)
     own = weight.numel() * 4  # the new gradient of the weight, which both must hold beside the old one
-    memory = {
-        name: peak_extra_bytes(lambda f=f: step(f)) - own
-        for name, f in (("chunked", chunked), ("full", full))
-    }
+    memory = {name: peak_extra_bytes(lambda f=f: step(f)) - own for name, f in candidates.items()}
     print(f"torch {torch.__version__}, {args.threads} threads, vocabulary {args.vocab}")
     for name, value in seconds.items():
         print(f"{name}: {value * 1e3:.0f} ms, peak extra memory {memory[name] / 1e6:.0f} MB")
-    print(f"ratio: {seconds['full'] / seconds['chunked']:.2f}")
+    print(f"ratio: {seconds['full logits'] / seconds['weighted (training)']:.2f}")
 
 
 if __name__ == "__main__":

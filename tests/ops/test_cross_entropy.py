@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from refragkit.ops import cross_entropy
-from refragkit.ops.cross_entropy import linear_cross_entropy
+from refragkit.ops.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
 
 
 def problem(tokens: int, vocab: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -96,3 +96,54 @@ def test_bad_targets_and_shapes_are_refused() -> None:
         linear_cross_entropy(hidden[None], weight, targets)
     with pytest.raises(ValueError, match="targets must have shape"):
         linear_cross_entropy(hidden, weight, targets[:3])
+
+
+@pytest.mark.parametrize("fused_elements", [1, 200, 10**6])
+def test_the_weighted_form_equals_the_weighted_sum(
+    fused_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_FUSED_ELEMENTS", fused_elements)
+    hidden, weight, targets = problem(23, 37, torch.float64)
+    scale = torch.linspace(-0.5, 2, 23, dtype=torch.float64)
+    total, losses = weighted_linear_cross_entropy(hidden, weight, targets, scale)
+    plain = functional.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    torch.testing.assert_close(losses, plain.detach())
+    torch.testing.assert_close(total, (plain * scale).sum())
+    assert not losses.requires_grad
+    for factor in (1.0, 3.0):
+        got = torch.autograd.grad(total * factor, (hidden, weight), retain_graph=True)
+        wanted = torch.autograd.grad((plain * scale).sum() * factor, (hidden, weight), retain_graph=True)
+        for g, w in zip(got, wanted, strict=True):
+            torch.testing.assert_close(g, w)
+
+
+def test_the_weighted_form_without_gradients_frozen_heads_and_nothing_to_learn() -> None:
+    hidden, weight, targets = problem(9, 37, torch.float32)
+    scale = torch.rand(9)
+    with torch.no_grad():
+        total, _ = weighted_linear_cross_entropy(hidden, weight, targets, scale)
+    frozen, _ = weighted_linear_cross_entropy(hidden, weight.detach(), targets, scale)
+    frozen.backward()
+    torch.testing.assert_close(frozen.detach(), total)
+    plain = functional.cross_entropy(hidden @ weight.detach().T, targets, reduction="none")
+    (wanted,) = torch.autograd.grad((plain * scale).sum(), hidden)
+    torch.testing.assert_close(hidden.grad, wanted)
+    nothing, losses = weighted_linear_cross_entropy(hidden, weight, torch.full((9,), -100), scale)
+    nothing.backward()
+    assert float(nothing.detach()) == 0 and not losses.any()
+    with pytest.raises(ValueError, match="token_weights"):
+        weighted_linear_cross_entropy(hidden, weight, targets, scale[:3])
+
+
+def test_the_weighted_form_in_half_precision() -> None:
+    hidden, weight, targets = problem(50, 37, torch.bfloat16)
+    scale = torch.rand(50)
+    total, losses = weighted_linear_cross_entropy(hidden, weight, targets, scale)
+    assert total.dtype == losses.dtype == torch.float32
+    total.backward()
+    exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    plain = functional.cross_entropy(exact_hidden @ exact_weight.T, targets, reduction="none")
+    (plain * scale).sum().backward()
+    for half, exact in ((hidden, exact_hidden), (weight, exact_weight)):
+        assert half.grad is not None and exact.grad is not None and half.grad.dtype == torch.bfloat16
+        assert (half.grad.double() - exact.grad).norm() < 0.02 * exact.grad.norm()

@@ -22,7 +22,7 @@ from refragkit.data.collate import collate, micro_batch_indices, micro_batches
 from refragkit.data.conversation import Rendered
 from refragkit.errors import DataError
 from refragkit.methods.episodes import EpisodeBuilder
-from refragkit.ops.cross_entropy import linear_cross_entropy
+from refragkit.ops.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
 from refragkit.rewards.composite import CompositeReward
 from refragkit.seeding import derive_seed
 from refragkit.training.optim import (
@@ -199,13 +199,13 @@ class MethodModule(pl.LightningModule):
         ]
         cross_entropy = objective = 0.0
         for group in micro_batch_indices([len(e) for e in examples], self.micro_batch_size):
-            losses, rows = self.token_losses([examples[i] for i in group])
-            scale = torch.tensor([scales[i] for i in group], device=losses.device)[rows]
-            loss = (losses * scale).sum()
+            hidden, targets, rows = self._supervised([examples[i] for i in group])
+            scale = torch.tensor([scales[i] for i in group], device=hidden.device)[rows]
+            loss, losses = weighted_linear_cross_entropy(hidden, self.model.head_weight, targets, scale)
             # Where every reward is 0 there is nothing to learn: spare the backward pass.
             if bool((scale != 0).any()):
                 self.manual_backward(loss)
-            cross_entropy += float(losses.detach().sum())
+            cross_entropy += float(losses.sum())
             objective += float(loss.detach())
         return {"train/loss": cross_entropy / n_tokens, "train/objective": objective}
 
@@ -215,21 +215,15 @@ class MethodModule(pl.LightningModule):
         share = self.recipe.global_batch_size // self.components.hardware.world_size
         return min(self.components.hardware.micro_batch_size, share)
 
-    def token_losses(self, examples: Sequence[Rendered]) -> tuple[Tensor, Tensor]:
-        """Cross-entropy of every supervised token of a micro batch.
+    def _supervised(self, examples: Sequence[Rendered]) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states ``[N, d]`` and targets ``[N]`` of the supervised positions, and the example of each ``[N]``.
 
-        Args:
-            examples: B rendered conversations.
-
-        Returns:
-            losses ``[N]`` float32 over the N supervised tokens, and rows ``[N]``, the example each belongs to. Only
-            supervised positions go through the output head.
+        Only these go through the output head.
         """
         batch = collate(examples, self.tokenizer.pad_id, self.device)
         hidden, _ = self.model.hidden_states(batch.input_ids, attention_mask=batch.attention_mask)
         supervised = batch.labels != -100
-        losses = linear_cross_entropy(hidden[supervised], self.model.head_weight, batch.labels[supervised])
-        return losses, supervised.nonzero()[:, 0]
+        return hidden[supervised], batch.labels[supervised], supervised.nonzero()[:, 0]
 
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -281,7 +275,8 @@ class MethodModule(pl.LightningModule):
     def _validation_loss(self, rendered: Sequence[Rendered]) -> dict[str, float]:
         total, count = 0.0, 0
         for group in micro_batches(rendered, self.micro_batch_size):
-            losses, _ = self.token_losses(group)
+            hidden, targets, _ = self._supervised(group)
+            losses = linear_cross_entropy(hidden, self.model.head_weight, targets)
             total, count = total + float(losses.sum()), count + losses.numel()
         return {"val/loss": total / count} if count else {}
 

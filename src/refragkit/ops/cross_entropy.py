@@ -19,6 +19,8 @@ IGNORED = -100
 _BLOCK_ELEMENTS = 16 * 2**20
 # Kept for the backward pass, in elements: 128 MiB.
 _KEPT_ELEMENTS = 32 * 2**20
+# Logits at once where they are turned into gradients in place, in elements: 128 MiB.
+_FUSED_ELEMENTS = 32 * 2**20
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int = 1024) -> Tensor:
@@ -36,6 +38,47 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_
     Raises:
         ValueError: shapes that don't fit, or a target outside the vocabulary.
     """
+    hidden, weight, rows, kept = _checked(hidden, weight, targets)
+    block = max(1, min(chunk_tokens, _BLOCK_ELEMENTS // weight.shape[0]))
+    losses: Tensor = _Loss.apply(hidden[rows], weight, kept, block)  # type: ignore[no-untyped-call]
+    return losses.new_zeros(targets.shape).index_copy(0, rows, losses)
+
+
+def weighted_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``(linear_cross_entropy(hidden, weight, targets) * token_weights).sum()``, the fast form for training.
+
+    With the weights known beforehand, the gradients are made while the logits are there: three matrix products instead
+    of four, and nothing kept for the backward pass but the gradients themselves.
+
+    Args:
+        hidden: ``[tokens, d]``.
+        weight: ``[vocab, d]``.
+        targets: int64 ``[tokens]``; -100 gives a loss of exactly 0 and no gradient.
+        token_weights: ``[tokens]``; no gradient flows into them.
+
+    Returns:
+        The weighted sum, differentiable in hidden and weight, and the unweighted losses ``[tokens]``, which are not;
+        both in float32 (float64 for float64 inputs), in nats.
+
+    Raises:
+        ValueError: shapes that don't fit, or a target outside the vocabulary.
+    """
+    if token_weights.shape != targets.shape:
+        raise ValueError(
+            f"token_weights must have shape {tuple(targets.shape)}, got {tuple(token_weights.shape)}"
+        )
+    hidden, weight, rows, kept = _checked(hidden, weight, targets)
+    block = max(1, _FUSED_ELEMENTS // weight.shape[0])
+    total: Tensor
+    losses: Tensor
+    total, losses = _WeightedLoss.apply(hidden[rows], weight, kept, token_weights[rows], block)  # type: ignore[no-untyped-call]
+    return total, losses.new_zeros(targets.shape).index_copy(0, rows, losses)
+
+
+def _checked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states and weight in the type they are multiplied in, the rows that count, and their targets."""
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"linear_cross_entropy needs hidden [tokens, d] and weight [vocab, d], got {tuple(hidden.shape)} and "
@@ -54,9 +97,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_
     if torch.is_autocast_enabled(hidden.device.type):
         low_precision = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(low_precision), weight.to(low_precision)
-    block = max(1, min(chunk_tokens, _BLOCK_ELEMENTS // weight.shape[0]))
-    losses: Tensor = _Loss.apply(hidden[rows], weight, kept, block)  # type: ignore[no-untyped-call]
-    return losses.new_zeros(targets.shape).index_copy(0, rows, losses)
+    return hidden, weight, rows, kept
 
 
 class _Loss(torch.autograd.Function):
@@ -113,3 +154,60 @@ class _Loss(torch.autograd.Function):
                 else:
                     grad_weight += grad_logits.T @ hidden[start:end]
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+class _WeightedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, block: int
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(targets.shape, dtype=dtype, device=hidden.device)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Summed over blocks in float32: a bf16 sum would lose the small blocks
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if wants_weight else None
+        for start in range(0, len(targets), block):
+            end = start + block
+            logits = (hidden[start:end] @ weight.T).to(dtype)
+            picked = logits.gather(1, targets[start:end, None])
+            highest = logits.amax(-1, keepdim=True)
+            exponentials = logits.sub_(highest).exp_()
+            sums = exponentials.sum(-1, keepdim=True)
+            losses[start:end] = (sums.log() + highest - picked).squeeze(1)
+            if not (wants_hidden or wants_weight):
+                continue
+            scale = token_weights[start:end, None].to(dtype)
+            grad_logits = exponentials.mul_(scale / sums)
+            grad_logits.scatter_add_(1, targets[start:end, None], -scale)
+            low = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(low, weight, out=grad_hidden[start:end])
+            if grad_weight is not None:
+                if grad_weight.dtype == low.dtype:
+                    grad_weight.addmm_(low.T, hidden[start:end])
+                else:
+                    grad_weight += low.T @ hidden[start:end]
+        gradients = [g for g in (grad_hidden, grad_weight) if g is not None]
+        ctx.save_for_backward(*gradients)
+        ctx.weight_dtype = weight.dtype
+        ctx.mark_non_differentiable(losses)
+        ctx.set_materialize_grads(False)
+        return (losses * token_weights.to(dtype)).sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        gradients = list(ctx.saved_tensors)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = gradients.pop(0) if wants_hidden else None
+        grad_weight = gradients.pop(0) if wants_weight else None
+        if grad is None:
+            return None, None, None, None, None
+        if bool(grad != 1):  # a scale on the whole loss, as a loss scaler sets it
+            grad_hidden = None if grad_hidden is None else grad_hidden * grad
+            grad_weight = None if grad_weight is None else grad_weight * grad
+        grad_weight = None if grad_weight is None else grad_weight.to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None
