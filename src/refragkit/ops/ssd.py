@@ -14,8 +14,11 @@ is how padding is expressed; ``segment_ids`` resets the state between packed doc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 CHUNK_TOKENS = 64
@@ -176,8 +179,7 @@ def _chunked(
         previous = torch.cat([ids[:, :1, :1], ids[:, :-1, -1:]], dim=1)
         enter = (ids == previous)[:, :, None, None, :]
         leave = (ids == ids[..., -1:])[:, :, None, None, :]
-    pair_decay = (cum[..., :, None] - cum[..., None, :]).masked_fill(~allowed, -torch.inf).exp()
-    scores = (C @ B.transpose(-1, -2))[:, :, :, None] * pair_decay  # [batch, n, G, R, Q, Q]
+    scores: Tensor = _DecayedScores.apply(C @ B.transpose(-1, -2), cum, ~allowed)  # type: ignore[no-untyped-call]
     values = xdt.view(batch, n, Q, G, R, P).permute(0, 1, 3, 4, 2, 5)
     y = scores @ values  # [batch, n, G, R, Q, P]
 
@@ -204,3 +206,29 @@ def _chunked(
     carried = (C @ incoming.transpose(-1, -2)).view(batch, n, G, Q, R, P).transpose(3, 4)
     y = torch.addcmul(y, carried, from_start[..., None])
     return y.permute(0, 1, 4, 2, 3, 5).reshape(batch, n * Q, H, P)[:, :T], S
+
+
+class _DecayedScores(torch.autograd.Function):
+    """``scores[t, s] = products[t, s] exp(cum[t] - cum[s])`` where allowed, else 0: ``[batch, n, G, R, Q, Q]``.
+
+    These are the largest tensors of the operator, and what it costs beside matrix products is passing over them:
+    forward works in place on one, backward reads each once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, products: Tensor, cum: Tensor, forbidden: Tensor) -> Tensor:
+        decay = (cum[..., :, None] - cum[..., None, :]).masked_fill_(forbidden, -torch.inf).exp_()
+        scores = decay * products[:, :, :, None]
+        ctx.save_for_backward(decay, scores)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        decay, scores = ctx.saved_tensors
+        grad_products = (grad * decay).sum(3) if ctx.needs_input_grad[0] else None
+        grad_cum = None
+        if ctx.needs_input_grad[1]:
+            weighted = grad * scores
+            grad_cum = weighted.sum(-1).sub_(weighted.sum(-2))
+        return grad_products, grad_cum, None

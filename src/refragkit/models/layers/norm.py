@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 
@@ -26,8 +27,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., width]``."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return self.weight * functional.rms_norm(x.to(dtype), self.weight.shape, eps=self.eps).to(x.dtype)
+        return _rms_norm(x, self.weight, 1, self.eps)
 
 
 class GatedRMSNorm(nn.Module):
@@ -50,9 +50,50 @@ class GatedRMSNorm(nn.Module):
         """Gate and normalise ``[..., width]``."""
         dtype = torch.promote_types(z.dtype, torch.float32)
         gated = x.to(dtype) * functional.silu(z.to(dtype))
-        width = gated.shape[-1] // self.groups
-        grouped = gated.view(*gated.shape[:-1], self.groups, width)
-        return self.weight * functional.rms_norm(grouped, (width,), eps=self.eps).view_as(gated).to(z.dtype)
+        return _rms_norm(gated, self.weight, self.groups, self.eps, z.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, groups: int, eps: float, out: torch.dtype | None = None) -> Tensor:
+    """Normalise in float32 at least; weights of lower precision are applied after rounding to ``out``, as trained."""
+    out = x.dtype if out is None else out
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.dtype == out == weight.dtype:
+        normed: Tensor = _Normalise.apply(x, weight, groups, eps)  # type: ignore[no-untyped-call]
+        return normed
+    normed = _Normalise.apply(x, x.new_ones(x.shape[-1]), groups, eps)  # type: ignore[no-untyped-call]
+    return weight * normed.to(out)
+
+
+class _Normalise(torch.autograd.Function):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over each of ``groups`` parts of the last dimension, in x's precision.
+
+    torch's own ``rms_norm`` takes fifteen times as long on a CPU (3.5 against 0.22 ms for 512 x 1536 on two cores).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        grouped = x.reshape(*x.shape[:-1], groups, -1)
+        lengths = torch.linalg.vector_norm(grouped, dim=-1, keepdim=True)
+        inverse = (lengths.square() / grouped.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight, inverse)
+        normed: Tensor = (grouped * inverse).flatten(-2)
+        return normed.mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        grouped = x.reshape(*x.shape[:-1], inverse.shape[-2], -1)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            normed = (grouped * inverse).flatten(-2)
+            grad_weight = normed.mul_(grad).flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[0]:
+            # The part of the gradient along x only changes its length, which the norm takes out again
+            grad_x = (grad * weight).view_as(grouped)
+            scale = torch.linalg.vecdot(grad_x, grouped).unsqueeze(-1) * inverse.pow(3) / grouped.shape[-1]
+            grad_x = grad_x.mul_(inverse).addcmul_(grouped, scale, value=-1).flatten(-2)
+        return grad_x, grad_weight, None, None
 
 
 class LayerNorm(nn.LayerNorm):
