@@ -144,7 +144,8 @@ def _parse_line(line: bytes) -> Record:
     if not text.strip():
         raise LineError("expected a JSON object, got an empty line")
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        # Without the line break, so that a missing brace is reported at the end of this line
+        value = json.loads(text.rstrip(), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         shown = text.strip()
         shown = shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + "..."
