@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refragkit.errors import ConfigError, RetrievalError
+from refragkit.training.hardware import cpu_has_bf16
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +94,6 @@ def _file_digest(path: Path) -> bytes:
                 f.seek(i * (size - 4096) // 255)
                 digest.update(f.read(4096))
     return digest.digest()
-
-
-def cpu_has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself (AMX or AVX-512 BF16); elsewhere it is slower."""
-    import torch
-
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, check, lambda: False)()) for check in checks)
 
 
 class SentenceEncoder:
@@ -184,7 +177,7 @@ class SentenceEncoder:
         fast = (
             torch.cuda.is_bf16_supported()
             if device.startswith("cuda")
-            else device == "cpu" and cpu_has_bfloat16()
+            else device == "cpu" and cpu_has_bf16()
         )
         return device, "bfloat16" if fast and self.backend == "torch" else "float32"
 
