@@ -103,8 +103,6 @@ class Run:
 
         model = build_model(self.cfg.model, vocab_size=self.tokenizer.vocab_size, seed=self.seed)
         self.apply_adapter(model)
-        if self.hardware.compile:
-            model.compile_blocks()
         return model
 
     def apply_adapter(self, model: SequenceModel) -> AdapterReport:

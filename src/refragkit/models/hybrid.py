@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from refragkit.errors import ConfigError
 from refragkit.models.base import ModelOutput, SequenceModel
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.attention import Attention
@@ -216,31 +215,6 @@ class HybridLM(SequenceModel):
                 states.append(block_state)
         new_state = ModelState(tuple(states), layout.total_lengths) if return_state else None
         return self.norm(x), layout, new_state
-
-    def compile_blocks(self) -> None:
-        """Run each block through ``torch.compile`` from its first call on; names of parameters stay as they are.
-
-        Blocks of one kind share their compiled code, and lengths are symbolic: what is compiled is one graph for each
-        kind of block, for training and for decoding.
-
-        Raises:
-            ConfigError: there is no C++ compiler for a model on the CPU.
-        """
-        if self.embed_tokens.weight.device.type == "cpu":
-            from torch._inductor.cpp_builder import get_cpp_compiler
-            from torch._inductor.exc import InvalidCxxCompiler
-
-            try:
-                get_cpp_compiler()
-            except InvalidCxxCompiler as error:
-                raise ConfigError(
-                    "hardware.compile=true needs a C++ compiler (g++ or clang++) on the PATH for a model on the CPU;"
-                    " install one, or leave hardware.compile=false"
-                ) from error
-        # Kinds x (training, evaluation, prefill, decoding) x (with, without state): more than dynamo's limit of 8.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for block in self.blocks:
-            block.compile(dynamic=True)
 
     @property
     def head_weight(self) -> Tensor:

@@ -21,7 +21,6 @@ class Hardware:
             never chosen silently.
         micro_batch_size: sequences in one forward and backward pass. It changes speed and memory, not the gradient.
         threads: CPU threads for torch; None means all.
-        compile: run the model's blocks through ``torch.compile``: minutes at the start, faster steps on a GPU.
     """
 
     def __init__(
@@ -33,7 +32,6 @@ class Hardware:
         precision: Precision = "auto",
         micro_batch_size: int = 4,
         threads: int | None = None,
-        compile: bool = False,
     ) -> None:
         for name, value in (
             ("devices", devices),
@@ -51,7 +49,6 @@ class Hardware:
         self.precision = precision
         self.micro_batch_size = micro_batch_size
         self.threads = threads
-        self.compile = compile
 
     @property
     def world_size(self) -> int:
