@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from refragkit.summary import Summary
     from refragkit.tracking.base import Tracking
     from refragkit.training.hardware import Hardware
+    from refragkit.types import Document
 
 log = logging.getLogger("refragkit")
 
@@ -117,17 +118,33 @@ class Run:
         """The multi-hop retriever with its index open, or None with ``retriever=none``."""
         if self.cfg.choices.retriever == "none":
             return None
-        method = self.cfg.get("method") or {}
-        retriever: MultiHopRetriever = self._build("retriever")
-        for key in ("max_hops", "top_k_per_hop"):  # the method's values, unless the retriever's own are set
-            if self.cfg.retriever.get(key) is None and method.get(key) is not None:
-                setattr(retriever, key, method[key])
+        return self.open_retriever(self.corpus)
+
+    @property
+    def corpus(self) -> Sequence[Document]:
+        """The data's passages.
+
+        Raises:
+            ConfigError: the data has none.
+        """
         if self.data.corpus is None:
             raise ConfigError(
                 f"retriever={self.cfg.choices.retriever} needs a corpus, and data={self.cfg.choices.data} has none;"
                 " choose data=multihop_qa or retriever=none"
             )
-        retriever.open_index(self.data.corpus, self.cache_dir)
+        return self.data.corpus
+
+    def open_retriever(self, corpus: Sequence[Document]) -> MultiHopRetriever:
+        """The configured retriever with the index of ``corpus`` open."""
+        return self.build_retriever().open_index(corpus, self.cache_dir)
+
+    def build_retriever(self) -> MultiHopRetriever:
+        """The configured retriever, without an index yet."""
+        method = self.cfg.get("method") or {}
+        retriever: MultiHopRetriever = self._build("retriever", cache_dir=self.cache_dir)
+        for key in ("max_hops", "top_k_per_hop"):  # the method's values, unless the retriever's own are set
+            if self.cfg.retriever.get(key) is None and method.get(key) is not None:
+                setattr(retriever, key, method[key])
         return retriever
 
     @cached_property
@@ -200,7 +217,7 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
             print_config(cfg)
         log.info("run folder: %s", _shown(folder))
         tracking = instantiate(cfg, "tracking", outputs=Path(cfg.paths.outputs).absolute())
-        name = f"{choices.method}-{choices.model}-{choices.retriever} {folder.name}"
+        name = _run_name(cfg, folder)
         summary.mlflow_run_id = tracking.start(
             f"{name} (dry run)" if cfg.dry_run else name,
             params=flatten(cfg),
@@ -243,6 +260,16 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
         log.info("finished in %.0f s: %s", summary.wall_seconds, _shown(folder / "summary.json"))
     close_logging()
     return summary
+
+
+def _run_name(cfg: DictConfig, folder: Path) -> str:
+    """What tells a run from its neighbours in the tracking store's list."""
+    choices = cfg.choices
+    parts = [choices.method, choices.model, choices.retriever]
+    if choices.task == "evaluate":  # what was evaluated, and not a method or a model that had no part in it
+        hops = cfg.retriever.get("max_hops")
+        parts = ["evaluate", cfg.evaluate, choices.retriever, *([] if hops is None else [f"{hops}hops"])]
+    return f"{'-'.join(map(str, parts))} {folder.name}"
 
 
 def _write_config(text: str, path: Path) -> None:

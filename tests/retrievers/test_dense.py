@@ -15,7 +15,7 @@ from refragkit.retrievers.base import passage_text
 from refragkit.retrievers.dense import DenseRetriever, dense
 from refragkit.retrievers.encoder import SentenceEncoder, resolve_encoder
 from refragkit.retrievers.hybrid import hybrid
-from refragkit.retrievers.vectors import encode_shards, open_matrix, write_matrix
+from refragkit.retrievers.vectors import ShardCache, open_matrix, write_matrix
 from refragkit.types import Document
 
 QUERIES = ["Who made the film Silent Harbour?", "fermented bread", "board games"]
@@ -81,14 +81,14 @@ def test_vectors_are_encoded_once_per_shard_and_encoder(
     )
     texts = [passage_text(d) for d in corpus]
     encoder = SentenceEncoder()
-    first = np.concatenate(encode_shards(encoder, texts, 5, tmp_path))
+    first = np.concatenate(ShardCache(encoder, texts, 5, tmp_path).encode())
     assert calls == [5, 5, 2]
-    again = np.concatenate(encode_shards(encoder, texts, 5, tmp_path))
+    again = np.concatenate(ShardCache(encoder, texts, 5, tmp_path).encode())
     assert calls == [5, 5, 2] and np.array_equal(first, again)
     # A grown corpus encodes its new shard, a damaged shard is encoded again, nothing else.
     victim = sorted((tmp_path / "vectors" / encoder.fingerprint).iterdir())[0]
     victim.write_bytes(victim.read_bytes()[:-4])
-    grown = np.concatenate(encode_shards(encoder, [*texts[:10], "new", *texts[10:]], 5, tmp_path))
+    grown = np.concatenate(ShardCache(encoder, [*texts[:10], "new", *texts[10:]], 5, tmp_path).encode())
     assert len(grown) == 13
     assert len(calls) in (4, 5)
 
@@ -146,7 +146,7 @@ def test_the_fingerprint_follows_every_setting_that_changes_vectors() -> None:
         SentenceEncoder(passage_prefix="passage: "),
         SentenceEncoder(normalize=False),
         SentenceEncoder(max_tokens=16),
-        SentenceEncoder(dtype="bfloat16"),
+        SentenceEncoder(dtype="float16"),  # never what auto stands for
     ]
     assert len({base, *(e.fingerprint for e in others)}) == 6
 

@@ -74,7 +74,7 @@ def test_a_damaged_index_is_reported_and_built_again(
     else:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         (folder / MANIFEST).write_text(
-            text.replace('"format_version": 1', '"format_version": 99'), encoding="utf-8"
+            text.replace('"format_version": 2', '"format_version": 99'), encoding="utf-8"
         )
     with pytest.raises(RetrievalError, match="delete the folder to have it built again"):
         BM25Retriever().load(folder)

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from refragkit.retrievers.links import TitleIndex
-from refragkit.retrievers.passage_graph import PassageGraph, Rows
+from refragkit.retrievers.passage_graph import PassageGraph, Rows, RowsBuilder
 from refragkit.types import Document
 
 
 def titles(*names: str) -> TitleIndex:
-    return TitleIndex([Document(str(i), name, "") for i, name in enumerate(names)])
+    return TitleIndex(names)
 
 
 def test_the_longest_title_wins_and_order_is_that_of_the_text() -> None:
@@ -79,7 +79,10 @@ def test_the_graph_comes_back_from_the_cache(corpus: list[Document], tmp_path: P
 
 
 def test_rows_of_different_lengths() -> None:
-    rows = Rows.of([[1, 2], [], [3], [4, 5, 6]])
+    builder = RowsBuilder()
+    for row in ([1, 2], [], [3], [4, 5, 6]):
+        builder.append(row)
+    rows = builder.rows()
     indices, numbers = rows.span(np.array([3, 1, 0]))
     assert rows.values[indices].tolist() == [4, 5, 6, 1, 2] and numbers.tolist() == [0, 0, 0, 2, 2]
     assert rows[1].tolist() == [] and len(rows) == 4

@@ -6,8 +6,6 @@ something new, is :mod:`refragkit.retrievers.multi_hop`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -17,29 +15,17 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from refragkit.errors import RetrievalError
+from refragkit.data.document_store import DocumentStore
+from refragkit.data.document_table import DocumentTable, corpus_hash, passage_text
+from refragkit.errors import ConfigError, DataError, RetrievalError
 from refragkit.types import Document, Hit, Question
+
+__all__ = ["IntArray", "Retriever", "ScoreArray", "best_first", "corpus_hash", "passage_text"]
 
 logger = logging.getLogger(__name__)
 
 IntArray = NDArray[np.int64]
 ScoreArray = NDArray[np.float64]
-
-
-def passage_text(document: Document) -> str:
-    """The text that is indexed and encoded: the title, then the passage."""
-    return f"{document.title}\n{document.text}" if document.title else document.text
-
-
-def corpus_hash(documents: Sequence[Document]) -> str:
-    """Sha256 over ids, titles, texts and metadata in order: any change to the corpus changes it."""
-    digest = hashlib.sha256()
-    for d in documents:
-        # Metadata counts too: a cached index stores the documents and must hand back the right ones.
-        row = [d.doc_id, d.title, d.text, dict(d.metadata)]
-        digest.update(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
-        digest.update(b"\n")
-    return digest.hexdigest()
 
 
 def best_first(
@@ -56,11 +42,18 @@ def best_first(
     Returns:
         [min(k, n)] int, indices into ``scores``.
     """
+    candidates = np.arange(len(scores))
     if len(scores) > 4 * k > 0:  # cut to what can matter before sorting: everything not below the k-th best
-        threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
-        candidates = np.flatnonzero(scores >= threshold)
-    else:
-        candidates = np.arange(len(scores))
+        # Apart from the lowest score: most BM25 scores are 0, and a partition of equal values is slow.
+        candidates = np.flatnonzero(scores > scores.min())
+        missing = k - len(candidates)
+        if missing > 0:
+            lowest = np.flatnonzero(scores == scores.min())
+            first = np.argpartition(id_rank[positions[lowest]], missing - 1)[:missing]
+            candidates = np.concatenate([candidates, lowest[first]])
+        else:
+            above = scores[candidates]
+            candidates = candidates[above >= np.partition(above, len(above) - k)[len(above) - k]]
     order = np.lexsort((id_rank[positions[candidates]], -scores[candidates]))
     return candidates[order[:k]]
 
@@ -74,7 +67,9 @@ class Retriever(ABC):
 
     Attributes:
         name: the option in ``conf/retriever/``.
-        documents: what is indexed; hits hold these very objects.
+        documents: what is indexed; hits hold these very objects (of a `DocumentStore`, equal ones).
+        index_path: the folder that the index was opened from; None where it is only in memory.
+        counts: numbers about the last build, such as how many passages were ``encoded``.
     """
 
     name: ClassVar[str] = "retriever"
@@ -83,8 +78,10 @@ class Retriever(ABC):
 
     def __init__(self) -> None:
         self.documents: Sequence[Document] = ()
+        self.index_path: Path | None = None
+        self.counts: dict[str, int] = {}
         self._corpus_hash: str | None = None
-        self._positions: dict[str, int] = {}
+        self._positions: Mapping[str, int] = {}
         self._id_rank: np.ndarray[Any, Any] = np.zeros(0, dtype=np.int64)
         self._searchable: np.ndarray[Any, Any] = np.zeros(0, dtype=np.int64)
 
@@ -104,15 +101,37 @@ class Retriever(ABC):
 
     # --- optional -----------------------------------------------------------------------------------------
 
+    def warm_up(self) -> None:  # noqa: B027 - most have nothing to load
+        """Load the models that the first search would load."""
+
     def settings(self) -> dict[str, Any]:
         """Everything besides the corpus that the stored index depends on: JSON scalars."""
         return {}
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """[n_documents] which documents a search may return, where a filter leaves some out; else None."""
+        return None
 
     def write_files(self, folder: Path) -> None:  # noqa: B027 - the controls have nothing to store
         """Write the index's own files into an empty folder."""
 
     def read_files(self, folder: Path) -> None:  # noqa: B027
         """Read what ``write_files`` wrote; the documents are already set."""
+
+    def encode_part(self, documents: Sequence[Document], part: int, parts: int) -> None:
+        """Do one part of the costly work of an index, for a later build that finds it done.
+
+        Raises:
+            ConfigError: this retriever has no such work.
+        """
+        raise ConfigError(
+            f"index.shard={part}/{parts}: retriever={self.name} has no vectors to encode, so there is nothing "
+            "to do in parts; leave index.shard out, or choose retriever=dense or hybrid"
+        )
+
+    def missing_shards(self, documents: Sequence[Document]) -> list[int]:
+        """The numbers of the shards that a build would have to encode."""
+        return []
 
     def score(self, queries: Sequence[str], doc_ids: Sequence[Sequence[str]]) -> list[list[float]]:
         """What ``search`` would score each of the given documents for each query.
@@ -146,29 +165,34 @@ class Retriever(ABC):
         Raises:
             RetrievalError: nothing is indexed, or the disk is full.
         """
-        from refragkit.retrievers.index import DOCUMENTS, write_documents, write_folder
+        from refragkit.data.document_store import write_documents
+        from refragkit.retrievers.index import DOCUMENT_TABLE, DOCUMENTS, write_folder
 
         self._require_index()
 
         def write(folder: Path) -> None:
-            write_documents(folder / DOCUMENTS, self.documents)
+            write_documents(folder / DOCUMENTS, folder / DOCUMENT_TABLE, self.documents)
             self.write_files(folder)
 
         write_folder(path, self.manifest(), write)
 
     def load(self, path: str | Path) -> None:
-        """Read an index that ``save`` wrote.
+        """Read an index that ``save`` wrote; its documents stay on disk.
 
         Raises:
             RetrievalError: the folder is not an intact index of this retriever with these settings.
         """
-        from refragkit.retrievers.index import DOCUMENTS, check_manifest, read_documents, read_manifest
+        from refragkit.retrievers.index import DOCUMENT_TABLE, DOCUMENTS, check_manifest, read_manifest
 
         path = Path(path)
         wanted = {"retriever": self.name, "settings": self.settings()}
         check_manifest(path, read_manifest(path), wanted)
-        self._set_documents(read_documents(path / DOCUMENTS))
+        try:
+            self._set_documents(DocumentStore(path / DOCUMENTS, path / DOCUMENT_TABLE))
+        except DataError as error:
+            raise RetrievalError(f"index {path}: {error}") from error
         self.read_files(path)
+        self.index_path = path
 
     def search_for(
         self,
@@ -219,31 +243,33 @@ class Retriever(ABC):
                 f"retriever={self.name}: the corpus is empty: expected at least one document; "
                 "check data.path or data.corpus"
             )
-        positions: dict[str, int] = {}
-        for i, document in enumerate(documents):
-            if positions.setdefault(document.doc_id, i) != i:
-                raise RetrievalError(
-                    f"retriever={self.name}: doc_id {document.doc_id!r} is used by documents number "
-                    f"{positions[document.doc_id]} and {i}: every document needs an id of its own"
-                )
+        if isinstance(documents, DocumentStore):
+            table = documents.table
+        else:
+            try:
+                table = DocumentTable.of(documents)
+            except ValueError as error:
+                raise RetrievalError(f"retriever={self.name}: {error}") from error
         self.documents = documents
-        self._corpus_hash = None
-        self._positions = positions
-        order = sorted(range(len(documents)), key=lambda i: documents[i].doc_id)
-        self._id_rank = np.empty(len(documents), dtype=np.int64)
-        self._id_rank[order] = np.arange(len(documents))
-        # A document without any text can't be a meaningful answer to a query: it stays in the corpus (its id
-        # may be referred to), but no search returns it.
-        texts = [passage_text(d).strip() for d in documents]
-        self._searchable = np.array([i for i, t in enumerate(texts) if t], dtype=np.int64)
-        empty, duplicates = len(texts) - len(self._searchable), len(texts) - len(set(texts))
-        if empty or duplicates:
+        self._corpus_hash = table.corpus_hash
+        self._positions = table.positions
+        self._id_rank = table.id_rank
+        self._searchable = table.searchable
+        if table.empty or table.duplicates:
             logger.info(
                 "corpus of %d documents: %d are empty (never returned), %d repeat another's title and text",
-                len(texts),
-                empty,
-                duplicates - max(empty - 1, 0),
+                len(documents),
+                table.empty,
+                table.duplicates,
             )
+
+    def _share_documents(self, other: Retriever) -> None:
+        """Take over another retriever's documents and what is known of them."""
+        self.documents = other.documents
+        self._corpus_hash = other._corpus_hash
+        self._positions = other._positions
+        self._id_rank = other._id_rank
+        self._searchable = other._searchable
 
     @property
     def corpus_hash(self) -> str:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from refragkit.data.document_table import PassageTexts
 from refragkit.errors import RetrievalError
-from refragkit.retrievers.base import IntArray, Retriever, ScoreArray, best_first, passage_text
+from refragkit.retrievers.base import IntArray, Retriever, ScoreArray, best_first
 from refragkit.types import Document, Hit
 
 if TYPE_CHECKING:
@@ -30,10 +32,38 @@ they this to was will with
 """
 _STOPWORDS = frozenset(_STOPWORDS_TEXT.split())
 
+#: Documents whose words are split and stemmed at a time.
+TEXT_BLOCK = 4096
+
 
 def words(text: str) -> list[str]:
     """Lower-case words of two or more letters or digits, without stop words."""
     return [w for w in _WORD.findall(text.lower()) if w not in _STOPWORDS]
+
+
+class _Ids(Sequence[list[int]]):
+    """The ids of each document's words, four bytes each, as bm25s reads them: ``ids`` and ``vocab``."""
+
+    def __init__(self, vocabulary: dict[str, int]) -> None:
+        self.vocab = vocabulary
+        self._values = array("i")
+        self._starts = array("q", [0])
+
+    @property
+    def ids(self) -> Sequence[list[int]]:
+        return self
+
+    def append(self, values: Iterable[int]) -> None:
+        self._values.extend(values)
+        self._starts.append(len(self._values))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._values[self._starts[index] : self._starts[index + 1]].tolist()
 
 
 class BM25Retriever(Retriever):
@@ -87,20 +117,26 @@ class BM25Retriever(Retriever):
 
     def index(self, documents: Sequence[Document]) -> None:
         """Compute the score of every word in every document."""
+        self._set_documents(documents)
+        self.build()
+
+    def build(self) -> None:
+        """``index`` for the documents that are already set."""
         import bm25s
 
-        self._set_documents(documents)
         self._stem_cache = {}
         vocabulary: dict[str, int] = {}
-        ids = [
-            [vocabulary.setdefault(stem, len(vocabulary)) for stem in text]
-            for text in self._stems([passage_text(d) for d in documents])
-        ]
+        ids = _Ids(vocabulary)
+        texts = PassageTexts(self.documents, np.arange(len(self.documents)))
+        for start in range(0, len(texts), TEXT_BLOCK):
+            for stems in self._stems(texts[start : start + TEXT_BLOCK]):
+                ids.append(vocabulary.setdefault(stem, len(vocabulary)) for stem in stems)
         self._vocabulary = vocabulary
+        self._stem_cache = {}
         self._bm25 = self._arrays = None
         if vocabulary:  # a corpus of nothing but stop words matches no query
             self._bm25 = bm25s.BM25(k1=self.k1, b=self.b, method="lucene", backend="numpy")
-            self._bm25.index((ids, dict(vocabulary)), create_empty_token=False, show_progress=False)
+            self._bm25.index(ids, create_empty_token=False, show_progress=False)
 
     def _scores(self, query_stems: Sequence[str]) -> ScoreArray:
         """[n_documents] the sum of the query's words' columns.
@@ -140,11 +176,21 @@ class BM25Retriever(Retriever):
     def top(self, queries: Sequence[str], k: int) -> list[tuple[IntArray, ScoreArray]]:
         """``search`` as arrays: per query, the positions of the best documents and their scores."""
         found = []
-        for stems in self._stems(queries):
-            scores = self._scores(stems)[self._searchable]
-            best = best_first(scores, self._searchable, self._id_rank, k)
-            found.append((self._searchable[best], scores[best]))
+        for scores in self.all_scores(queries):
+            positions = self.best_of(scores, k)
+            found.append((positions, scores[positions]))
         return found
+
+    def all_scores(self, queries: Sequence[str]) -> Iterator[ScoreArray]:
+        """Each query's scores of all documents, one query at a time: [n_documents]."""
+        return map(self._scores, self._stems(queries))
+
+    def best_of(self, scores: ScoreArray, k: int) -> IntArray:
+        """The positions of the k best documents that may be returned, the best first."""
+        if len(self._searchable) == len(scores):
+            return best_first(scores, self._searchable, self._id_rank, k)
+        best = best_first(scores[self._searchable], self._searchable, self._id_rank, k)
+        return np.asarray(self._searchable[best], dtype=np.int64)
 
     def score_at(self, queries: Sequence[str], positions: Sequence[IntArray]) -> list[ScoreArray]:
         """BM25 of the given documents only."""
@@ -156,8 +202,7 @@ class BM25Retriever(Retriever):
         """BM25 of the given documents, and each query's best score over the whole corpus."""
         self._require_index()
         result = []
-        for stems, chosen in zip(self._stems(queries), positions, strict=True):
-            scores = self._scores(stems)
+        for scores, chosen in zip(self.all_scores(queries), positions, strict=True):
             result.append((scores[chosen], float(scores.max())))
         return result
 

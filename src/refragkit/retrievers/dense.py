@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from refragkit.data.document_table import PassageTexts
 from refragkit.errors import ConfigError, RetrievalError
-from refragkit.retrievers.base import IntArray, Retriever, ScoreArray, best_first, passage_text
+from refragkit.retrievers.base import IntArray, Retriever, ScoreArray, best_first
 from refragkit.retrievers.encoder import FloatArray, SentenceEncoder
-from refragkit.retrievers.vectors import encode_shards, open_matrix, write_matrix
+from refragkit.retrievers.vectors import ShardCache, open_matrix, write_matrix
 from refragkit.types import Document, Hit
 
 if TYPE_CHECKING:
@@ -72,10 +73,9 @@ class DenseRetriever(Retriever):
         self.train_sample = train_sample
         self.shard_size = shard_size
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
-        self._blocks: list[FloatArray] = []
+        self._blocks: Sequence[FloatArray] = ()
         self._vectors: FloatArray | None = None
         self._faiss: Any = None
-        self._rows: IntArray = np.zeros(0, dtype=np.int64)
 
     def settings(self) -> dict[str, Any]:
         """The encoder, the index type and the metric."""
@@ -91,12 +91,16 @@ class DenseRetriever(Retriever):
     def index(self, documents: Sequence[Document]) -> None:
         """Encode all passages (or read their cached vectors) and build the faiss index."""
         self._set_documents(documents)
+        self.build()
+
+    def build(self) -> None:
+        """``index`` for the documents that are already set."""
         if not len(self._searchable):
-            raise RetrievalError("retriever=dense: every document of the corpus is empty")
-        texts = [passage_text(documents[i]) for i in self._searchable]
-        self._blocks = encode_shards(self.encoder, texts, self.shard_size, self.cache_dir)
+            raise RetrievalError(f"retriever={self.name}: every document of the corpus is empty")
+        blocks = self._shards().encode()
+        self.counts = {"encoded": blocks.encoded, "cached": blocks.cached}
+        self._blocks = blocks
         self._vectors = None
-        self._number_rows()
         self._faiss = None if self.factory == "Flat" else self._build_faiss()
 
     def encode_part(self, documents: Sequence[Document], part: int, parts: int) -> None:
@@ -114,13 +118,25 @@ class DenseRetriever(Retriever):
                 f"index.shard={part}/{parts}: expected a number from 0 to {parts - 1} before the slash"
             )
         self._set_documents(documents)
-        texts = [passage_text(documents[i]) for i in self._searchable]
-        encode_shards(self.encoder, texts, self.shard_size, self.cache_dir, part=part, parts=parts)
+        blocks = self._shards().encode(part, parts)
+        self.counts = {"encoded": blocks.encoded, "cached": blocks.cached, "shards": len(blocks)}
 
-    def _number_rows(self) -> None:
+    def missing_shards(self, documents: Sequence[Document]) -> list[int]:
+        """The numbers of the shards that a build would have to encode."""
+        self._set_documents(documents)
+        return self._shards().missing()
+
+    def _shards(self) -> ShardCache:
+        texts = PassageTexts(self.documents, self._searchable)
+        return ShardCache(self.encoder, texts, self.shard_size, self.cache_dir)
+
+    def _rows_of(self, positions: IntArray) -> IntArray:
         """Row of the matrix of each document; -1 for the empty ones, which have none."""
-        self._rows = np.full(len(self.documents), -1, dtype=np.int64)
-        self._rows[self._searchable] = np.arange(len(self._searchable))
+        if len(self._searchable) == len(self.documents):
+            return positions
+        rows = np.searchsorted(self._searchable, positions)
+        found = self._searchable[np.minimum(rows, len(self._searchable) - 1)] == positions
+        return np.where(found, rows, -1)
 
     def _matrix(self) -> FloatArray:
         """[searchable documents, dimension] float32."""
@@ -164,9 +180,8 @@ class DenseRetriever(Retriever):
 
     def read_files(self, folder: Path) -> None:
         """Map the vectors into memory and open the faiss index."""
-        self._blocks = []
+        self._blocks = ()
         self._vectors = open_matrix(folder / VECTORS_FILE)
-        self._number_rows()
         if len(self._vectors) != len(self._searchable):
             raise RetrievalError(
                 f"index {folder}: {len(self._vectors)} vectors for {len(self._searchable)} documents; index again"
@@ -178,6 +193,10 @@ class DenseRetriever(Retriever):
             self._faiss = faiss.read_index(str(folder / FAISS_FILE), faiss.IO_FLAG_MMAP)
 
     # --- searching ----------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Load the encoder."""
+        self.encoder.encode(["warm up"])
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """The k passages of highest inner product."""
@@ -240,7 +259,7 @@ class DenseRetriever(Retriever):
         matrix, vectors = self._matrix(), self.encoder.encode_queries(queries)
         result = []
         for vector, chosen in zip(vectors, positions, strict=True):
-            rows = self._rows[chosen]
+            rows = self._rows_of(chosen)
             values = self._exact(matrix[rows] @ vector)
             values[rows < 0] = 0.0
             result.append(values)

@@ -80,8 +80,19 @@ class HybridRetriever(Retriever):
     def index(self, documents: Sequence[Document]) -> None:
         """Index both parts."""
         self._set_documents(documents)
-        self.dense.index(documents)
-        self.bm25.index(documents)
+        for part in (self.dense, self.bm25):
+            part._share_documents(self)
+            part.build()
+        self.counts = self.dense.counts
+
+    def encode_part(self, documents: Sequence[Document], part: int, parts: int) -> None:
+        """The dense retriever's."""
+        self.dense.encode_part(documents, part, parts)
+        self.counts = self.dense.counts
+
+    def missing_shards(self, documents: Sequence[Document]) -> list[int]:
+        """The dense retriever's."""
+        return self.dense.missing_shards(documents)
 
     def write_files(self, folder: Path) -> None:
         """Both parts, in a folder each."""
@@ -92,25 +103,41 @@ class HybridRetriever(Retriever):
     def read_files(self, folder: Path) -> None:
         """Both parts."""
         for part in (self.dense, self.bm25):
-            part._set_documents(self.documents)
+            part._share_documents(self)
             part.read_files(folder / part.name)
+
+    def warm_up(self) -> None:
+        """Load the encoder."""
+        self.dense.warm_up()
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """The k documents of highest fused score among the pools of both parts."""
         self._require_index()
         self._require_k(k)
         depth = max(k, self.pool)
-        by_dense, by_bm25 = self.dense.top(queries, depth), self.bm25.top(queries, depth)
-        pools = [np.union1d(d, b) for (d, _), (b, _) in zip(by_dense, by_bm25, strict=True)]
+        by_dense = self.dense.top(queries, depth)
         if self.fusion == "score":
-            scores = self.score_at(queries, pools)
+            pools, scores = self._fused(queries, [positions for positions, _ in by_dense], depth)
         else:
+            by_bm25 = self.bm25.top(queries, depth)
+            pools = [np.union1d(d, b) for (d, _), (b, _) in zip(by_dense, by_bm25, strict=True)]
             scores = [self._rrf(*row) for row in zip(pools, by_dense, by_bm25, strict=True)]
         found = []
         for positions, values in zip(pools, scores, strict=True):
             best = best_first(values, positions, self._id_rank, k)
             found.append(self._hits(positions[best], values[best]))
         return found
+
+    def _fused(
+        self, queries: Sequence[str], by_dense: Sequence[IntArray], depth: int
+    ) -> tuple[list[IntArray], list[ScoreArray]]:
+        """Each query's pool of both rankings and the pool's fused scores; BM25 scores the corpus once per query."""
+        pools, lexical = [], []
+        for positions, scores in zip(by_dense, self.bm25.all_scores(queries), strict=True):
+            pool = np.union1d(positions, self.bm25.best_of(scores, depth))
+            pools.append(pool)
+            lexical.append((scores[pool], float(scores.max())))
+        return pools, self._fuse(self.dense.score_at(queries, pools), lexical)
 
     def _rrf(
         self, positions: IntArray, by_dense: tuple[IntArray, ScoreArray], by_bm25: tuple[IntArray, ScoreArray]
@@ -122,13 +149,25 @@ class HybridRetriever(Retriever):
             fused[np.searchsorted(positions, ranked)] += share / (self.rrf_k + 1 + np.arange(len(ranked)))
         return fused * (self.rrf_k + 1)
 
+    def _rrf_at(
+        self, chosen: IntArray, by_dense: tuple[IntArray, ScoreArray], by_bm25: tuple[IntArray, ScoreArray]
+    ) -> ScoreArray:
+        positions = np.unique(np.concatenate([chosen, by_dense[0], by_bm25[0]]))
+        return self._rrf(positions, by_dense, by_bm25)[np.searchsorted(positions, chosen)]
+
     def score_at(self, queries: Sequence[str], positions: Sequence[IntArray]) -> list[ScoreArray]:
         """The fused scores of the given documents."""
-        if self.fusion == "rrf":
-            return super().score_at(queries, positions)
         self._require_index()
-        cosines = self.dense.score_at(queries, positions)
-        lexical = self.bm25.score_with_best(queries, positions)
+        if self.fusion == "rrf":
+            tops = (self.dense.top(queries, self.pool), self.bm25.top(queries, self.pool))
+            return [self._rrf_at(*row) for row in zip(positions, *tops, strict=True)]
+        return self._fuse(
+            self.dense.score_at(queries, positions), self.bm25.score_with_best(queries, positions)
+        )
+
+    def _fuse(
+        self, cosines: Sequence[ScoreArray], lexical: Sequence[tuple[ScoreArray, float]]
+    ) -> list[ScoreArray]:
         return [
             self.alpha * cosine + (1 - self.alpha) * bm25 / (best or 1.0)
             for cosine, (bm25, best) in zip(cosines, lexical, strict=True)

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.jsonl"
+DOCUMENT_TABLE = "documents.safetensors"
 #: Checksums of larger files are written but not read on every opening (sizes always are).
 CHECKSUM_LIMIT_BYTES = 1 << 30
 
@@ -50,24 +51,6 @@ def fingerprint(manifest: Mapping[str, Any]) -> str:
     """16 hex digits that name an index: a hash of everything it depends on."""
     wanted = {"format_version": FORMAT_VERSION, **manifest}
     return hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def write_documents(path: Path, documents: Sequence[Document]) -> None:
-    """One JSON object a line: ``{id, title, text, metadata}``."""
-    with path.open("w", encoding="utf-8") as f:
-        for d in documents:
-            row = {"id": d.doc_id, "title": d.title, "text": d.text, "metadata": dict(d.metadata)}
-            f.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def read_documents(path: Path) -> list[Document]:
-    """What ``write_documents`` wrote."""
-    documents = []
-    with path.open(encoding="utf-8") as f:
-        for line in f:
-            row = json.loads(line)
-            documents.append(Document(row["id"], row["title"], row["text"], row["metadata"]))
-    return documents
 
 
 def _sync_folder(folder: Path) -> None:
@@ -193,6 +176,7 @@ def open_cached(retriever: Retriever, documents: Sequence[Document], cache_dir: 
     """Load the matching index from the cache, or build it and put it there."""
     if cache_dir is None or not retriever.cached:
         retriever.index(documents)
+        retriever.index_path = None
         return
     retriever._set_documents(documents)
 
@@ -200,7 +184,9 @@ def open_cached(retriever: Retriever, documents: Sequence[Document], cache_dir: 
         retriever.index(documents)
         retriever.save(folder)
 
-    load_or_build(Path(cache_dir), retriever.name, retriever.manifest(), retriever.read_files, build)
+    retriever.index_path = load_or_build(
+        Path(cache_dir), retriever.name, retriever.manifest(), retriever.read_files, build
+    )
 
 
 def load_or_build(

@@ -11,8 +11,6 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-from refragkit.types import Document
-
 WORD = re.compile(r"\w+")
 _QUALIFIER = re.compile(r"\s*\([^()]*\)\s*$")  # "Mercury (planet)" is written "Mercury" in running text
 # Titles that are ordinary words ("It", "Her", "The Who") would link everything with everything.
@@ -42,11 +40,11 @@ def bare_title(title: str) -> str:
 class TitleIndex:
     """Finds mentions of a corpus' titles in any text."""
 
-    def __init__(self, documents: Sequence[Document]) -> None:
-        """Index the titles; documents without a title can't be mentioned."""
+    def __init__(self, titles: Sequence[str]) -> None:
+        """Index each document's title; documents without one can't be mentioned."""
         by_words: dict[tuple[str, ...], list[int]] = {}
-        for i, document in enumerate(documents):
-            names = {document.title, bare_title(document.title)}
+        for i, title in enumerate(titles):
+            names = {title, bare_title(title)}
             for words in {tuple(WORD.findall(fold(name))) for name in names}:
                 if words and not (len(words) == 1 and (words[0] in _COMMON or len(words[0]) < 2)):
                     by_words.setdefault(words, []).append(i)

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save
 
+from refragkit.data.mapped_tensors import map_tensors, write_tensors
 from refragkit.retrievers.bm25 import words as content_words
 from refragkit.retrievers.index import load_or_build, write_folder
 from refragkit.retrievers.links import WORD, TitleIndex, bare_title
@@ -25,7 +25,7 @@ from refragkit.types import Document
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 #: Raise it when the rules below change: cached graphs are then built again.
-GRAPH_VERSION = 2
+GRAPH_VERSION = 3
 #: Words on each side of a mention that say what the mention is about.
 CONTEXT_WORDS = 8
 _NAME = re.compile(r"\b[A-Z0-9][\w'-]*")
@@ -71,20 +71,29 @@ class Rows:
         firsts = np.cumsum(lengths) - lengths
         return self.starts[rows][numbers] + np.arange(len(numbers)) - firsts[numbers], numbers
 
-    @classmethod
-    def of(cls, rows: Iterable[Sequence[int]]) -> Rows:
-        """From lists."""
-        values, starts = array("i"), array("q", [0])
-        for row in rows:
-            values.extend(row)
-            starts.append(len(values))
-        return cls(np.array(starts, dtype=np.int64), np.array(values, dtype=np.int32))
+
+class RowsBuilder:
+    """Collects `Rows` one by one, four bytes a value."""
+
+    def __init__(self) -> None:
+        self._values = array("i")
+        self._starts = array("q", [0])
+
+    def append(self, row: Iterable[int]) -> None:
+        """The next row."""
+        self._values.extend(row)
+        self._starts.append(len(self._values))
+
+    def rows(self) -> Rows:
+        """All rows so far."""
+        return Rows(np.array(self._starts, dtype=np.int64), np.array(self._values, dtype=np.int32))
 
 
 class PassageGraph:
     """Links and terms of the passages of one corpus.
 
     Attributes:
+        path: the folder that it was opened from, None where it is only in memory.
         terms: per document, the ids of its distinct stems (title and text).
         is_name: [len(terms.values)] bool, whether the stem is written with a capital or in the title.
         titles: per document, the ids of its title's stems.
@@ -99,12 +108,13 @@ class PassageGraph:
         self, vocabulary: dict[str, int], tensors: dict[str, NDArray[Any]], titles: TitleIndex
     ) -> None:
         """Wrap what ``build`` made."""
+        self.path: Path | None = None
         self.vocabulary = vocabulary
         self.tensors = tensors
         self.title_index = titles
         self.stem = Stemmer()
         self.terms = Rows(tensors["term_starts"], tensors["terms"])
-        self.is_name = tensors["is_name"].astype(bool)
+        self.is_name = tensors["is_name"].view(np.bool_)
         self.titles = Rows(tensors["title_starts"], tensors["titles"])
         self.idf: FloatArray = tensors["idf"]
         self.links = Rows(tensors["link_starts"], tensors["links"])
@@ -144,15 +154,15 @@ class PassageGraph:
     @classmethod
     def build(cls, documents: Sequence[Document]) -> PassageGraph:
         """Read every passage once."""
-        titles, stem = TitleIndex(documents), Stemmer()
+        titles = [d.title for d in documents]
+        title_index, stem = TitleIndex(titles), Stemmer()
         vocabulary: dict[str, int] = {}
 
         def ids(text: str) -> list[int]:
             return [vocabulary.setdefault(s, len(vocabulary)) for s in dict.fromkeys(stem(text))]
 
-        term_rows, name_flags, title_rows = [], array("b"), []
-        link_rows, positions = [], array("i")
-        context_rows: list[list[int]] = []
+        term_rows, title_rows, link_rows, context_rows = (RowsBuilder() for _ in range(4))
+        name_flags, positions = array("b"), array("i")
         copies: dict[str, int] = {}
         for i, document in enumerate(documents):
             copies[document.title] = copies.get(document.title, 0) + 1
@@ -163,7 +173,7 @@ class PassageGraph:
             name_flags.extend(t in names for t in terms)
             words = WORD.findall(document.text)
             mentioned: dict[int, tuple[int, dict[int, None]]] = {}
-            for at, length, found in titles.find(words):
+            for at, length, found in title_index.find(words):
                 around = (
                     words[max(0, at - CONTEXT_WORDS) : at] + words[at + length : at + length + CONTEXT_WORDS]
                 )
@@ -171,11 +181,12 @@ class PassageGraph:
                 for j in found:
                     if j != i:
                         mentioned.setdefault(j, (at, {}))[1].update(context)
-            link_rows.append(list(mentioned))
+            link_rows.append(mentioned)
             positions.extend(at for at, _ in mentioned.values())
-            context_rows.extend(list(context) for _, context in mentioned.values())
-        terms_all, links, contexts = Rows.of(term_rows), Rows.of(link_rows), Rows.of(context_rows)
-        title_ids = Rows.of(title_rows)
+            for _, context in mentioned.values():
+                context_rows.append(context)
+        terms_all, links, contexts = term_rows.rows(), link_rows.rows(), context_rows.rows()
+        title_ids = title_rows.rows()
         frequency = np.bincount(terms_all.values, minlength=len(vocabulary))
         tensors: dict[str, NDArray[Any]] = {
             "term_starts": terms_all.starts,
@@ -189,9 +200,9 @@ class PassageGraph:
             "link_position": np.array(positions, dtype=np.int32),
             "context_starts": contexts.starts,
             "contexts": contexts.values,
-            "copies": np.array([copies[d.title] for d in documents], dtype=np.int32),
+            "copies": np.array([copies[title] for title in titles], dtype=np.int32),
         }
-        return cls(vocabulary, tensors, titles)
+        return cls(vocabulary, tensors, title_index)
 
     @classmethod
     def open(
@@ -203,19 +214,23 @@ class PassageGraph:
         opened: list[PassageGraph] = []
 
         def load(folder: Path) -> None:
-            stems = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
-            tensors = load_file(folder / "graph.safetensors")
-            opened.append(cls({s: i for i, s in enumerate(stems)}, tensors, TitleIndex(documents)))
+            stems = json.loads((folder / "vocabulary.json").read_bytes())
+            titles = json.loads((folder / "titles.json").read_bytes())
+            tensors, _ = map_tensors(folder / "graph.safetensors")
+            graph = cls({s: i for i, s in enumerate(stems)}, tensors, TitleIndex(titles))
+            graph.path = folder
+            opened.append(graph)
 
         def build(folder: Path) -> None:
             graph = cls.build(documents)
 
             def write(temporary: Path) -> None:
-                (temporary / "vocabulary.json").write_text(
-                    json.dumps(list(graph.vocabulary)), encoding="utf-8"
-                )
-                # Not save_file: it makes files that other users of a shared cache can't read.
-                (temporary / "graph.safetensors").write_bytes(save(graph.tensors))
+                for name, words in (
+                    ("vocabulary", list(graph.vocabulary)),
+                    ("titles", [d.title for d in documents]),
+                ):
+                    (temporary / f"{name}.json").write_text(json.dumps(words), encoding="utf-8")
+                write_tensors(temporary / "graph.safetensors", graph.tensors)
 
             write_folder(folder, wanted, write)
 

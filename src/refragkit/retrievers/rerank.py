@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from refragkit.errors import RetrievalError
 from refragkit.retrievers.base import IntArray, Retriever, ScoreArray, passage_text
@@ -77,14 +78,28 @@ class RerankRetriever(Retriever):
     def index(self, documents: Sequence[Document]) -> None:
         """Index the first retriever."""
         self.base.index(documents)
-        self._set_documents(documents)
+        self._share_documents(self.base)
 
     def open_index(self, documents: Sequence[Document], cache_dir: str | Path | None = None) -> Self:
         """Open the first retriever's index: it is the same with and without reranking."""
         resolve_cross_encoder(self.model)  # fail before an hour of indexing, not after
         self.base.open_index(documents, cache_dir)
-        self._set_documents(documents)
+        self._share_documents(self.base)
+        self.index_path, self.counts = self.base.index_path, self.base.counts
         return self
+
+    def encode_part(self, documents: Sequence[Document], part: int, parts: int) -> None:
+        """The first retriever's."""
+        self.base.encode_part(documents, part, parts)
+        self.counts = self.base.counts
+
+    def missing_shards(self, documents: Sequence[Document]) -> list[int]:
+        """The first retriever's."""
+        return self.base.missing_shards(documents)
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """The first retriever's."""
+        return self.base.allowed()
 
     def write_files(self, folder: Path) -> None:
         """The first retriever's files."""
@@ -92,8 +107,13 @@ class RerankRetriever(Retriever):
 
     def read_files(self, folder: Path) -> None:
         """The first retriever's files."""
-        self.base._set_documents(self.documents)
+        self.base._share_documents(self)
         self.base.read_files(folder)
+
+    def warm_up(self) -> None:
+        """Load both models."""
+        self.base.warm_up()
+        self._load()
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
         """The k best of the first retriever's ``depth`` hits."""

@@ -7,19 +7,19 @@ a corpus that grew encodes its new part only, and machines that share the folder
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
-import struct
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from refragkit.data.mapped_tensors import header, map_tensors
 from refragkit.errors import RetrievalError
 from refragkit.retrievers.encoder import SentenceEncoder
 
@@ -32,11 +32,8 @@ TENSOR = "vectors"
 def write_matrix(path: Path, blocks: Sequence[FloatArray]) -> None:
     """Write blocks of rows as one float32 tensor of a safetensors file, holding one block at a time."""
     rows, width = sum(len(b) for b in blocks), blocks[0].shape[1]
-    entry = {"dtype": "F32", "shape": [rows, width], "data_offsets": [0, rows * width * 4]}
-    header = json.dumps({TENSOR: entry}).encode()
-    header += b" " * (-len(header) % 8)
     with path.open("wb") as f:
-        f.write(struct.pack("<Q", len(header)) + header)
+        f.write(header({TENSOR: ("F32", (rows, width))}))
         for block in blocks:
             f.write(np.ascontiguousarray(block, dtype="<f4").tobytes())
 
@@ -48,61 +45,109 @@ def open_matrix(path: Path) -> FloatArray:
         RetrievalError: the file is truncated or not such a file.
     """
     try:
-        with path.open("rb") as f:
-            (length,) = struct.unpack("<Q", f.read(8))
-            entry = json.loads(f.read(length))[TENSOR]
-        rows, width = entry["shape"]
-        expected = 8 + length + rows * width * 4
-    except (OSError, ValueError, KeyError, TypeError, struct.error, MemoryError, OverflowError) as error:
-        raise RetrievalError(f"{path} is not a vector file ({error})") from error
-    if path.stat().st_size != expected or entry["dtype"] != "F32":
-        raise RetrievalError(
-            f"{path} has {path.stat().st_size} bytes, expected {expected} of float32: truncated?"
-        )
-    if rows == 0:
-        return np.zeros((0, width), dtype=np.float32)
-    # A plain array over the mapped file: np.memmap's own indexing is slow.
-    return np.memmap(path, dtype="<f4", mode="r", offset=8 + length, shape=(rows, width)).view(np.ndarray)
+        matrix = map_tensors(path)[0][TENSOR]
+        if matrix.dtype != np.dtype("<f4") or matrix.ndim != 2:
+            raise ValueError(
+                f"{path} holds {matrix.dtype} of {matrix.ndim} dimensions, expected float32 of 2"
+            )
+    except (ValueError, KeyError) as error:
+        raise RetrievalError(f"{path} is not a vector file: {error}") from error
+    return matrix
 
 
-def encode_shards(
-    encoder: SentenceEncoder,
-    texts: Sequence[str],
-    shard_size: int,
-    cache_dir: Path | None,
-    part: int = 0,
-    parts: int = 1,
-) -> list[FloatArray]:
-    """The vectors of all passages, shard by shard; finished shards are read from the cache.
+class VectorBlocks(Sequence[FloatArray]):
+    """The vectors of all passages, shard by shard, each opened when asked for.
 
-    Args:
-        encoder: makes the vectors.
-        texts: all passages.
-        shard_size: passages per shard.
-        cache_dir: where shards are kept; None keeps them in memory.
-        part: with ``parts``, only the shards number part, part + parts, part + 2 parts, ...
-        parts: how many such parts there are.
+    A mapping for each of half a million shards is more than a process may have, and what it has read of a mapping
+    counts as its memory for as long as the mapping lives.
 
-    Returns:
-        Blocks of at most ``shard_size`` rows each, in the order of the texts.
-
-    Raises:
-        RetrievalError: the disk is full.
+    Attributes:
+        encoded: how many passages were encoded for it.
+        cached: how many were found in the cache.
     """
-    folder = None if cache_dir is None else cache_dir / "vectors" / encoder.fingerprint
-    shards = [texts[i : i + shard_size] for i in range(0, len(texts), shard_size)][part::parts]
-    files = [None if folder is None else folder / f"{_text_hash(shard)}.safetensors" for shard in shards]
-    blocks = [_cached(file, len(shard)) for file, shard in zip(files, shards, strict=True)]
-    todo = sum(len(s) for s, b in zip(shards, blocks, strict=True) if b is None)
-    if todo:
-        logger.info("encoding %d of %d passages (the others are cached)", todo, len(texts))
-        with _progress(todo) as advance:
-            for i, (shard, file) in enumerate(zip(shards, files, strict=True)):
-                if blocks[i] is None:
-                    block = encoder.encode_passages(shard, advance)
-                    blocks[i] = block if file is None else _store(file, block)
-                    logger.info("encoded shard %d of %d", i + 1, len(shards))
-    return [b for b in blocks if b is not None]
+
+    def __init__(self, shards: Sequence[Path | FloatArray], encoded: int, cached: int) -> None:
+        self._shards = shards
+        self.encoded = encoded
+        self.cached = cached
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __getitem__(self, index: Any) -> Any:
+        """[rows, width] float32."""
+        if isinstance(index, slice):
+            return VectorBlocks(self._shards[index], self.encoded, self.cached)
+        shard = self._shards[index]
+        return open_matrix(shard) if isinstance(shard, Path) else shard
+
+
+class ShardCache:
+    """Where the vectors of a corpus are kept: a file for each shard of passages, named by their hash."""
+
+    def __init__(
+        self, encoder: SentenceEncoder, texts: Sequence[str], size: int, cache_dir: Path | None
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            encoder: makes the vectors.
+            texts: all passages; a slice of them is a list.
+            size: passages per shard.
+            cache_dir: where shards are kept; None keeps them in memory.
+        """
+        self._encoder = encoder
+        self._texts = texts
+        self._size = size
+        self._cache_dir = cache_dir
+
+    def __len__(self) -> int:
+        """How many shards there are."""
+        return -(-len(self._texts) // self._size)
+
+    def texts(self, number: int) -> Sequence[str]:
+        """The passages of a shard."""
+        return self._texts[number * self._size : (number + 1) * self._size]
+
+    def file(self, number: int) -> Path | None:
+        """Where a shard is kept."""
+        if self._cache_dir is None:
+            return None
+        folder = self._cache_dir / "vectors" / self._encoder.fingerprint
+        return folder / f"{_text_hash(self.texts(number))}.safetensors"
+
+    def missing(self) -> list[int]:
+        """The numbers of the shards that are not in the cache, or not whole."""
+        return [n for n in range(len(self)) if not _is_cached(self.file(n), self._rows(n))]
+
+    def encode(self, part: int = 0, parts: int = 1) -> VectorBlocks:
+        """The vectors of the shards number part, part + parts, part + 2 parts, ...; those in the cache are read.
+
+        Raises:
+            RetrievalError: the disk is full.
+        """
+        numbers = range(part, len(self), parts)
+        files = {n: self.file(n) for n in numbers}
+        missing = [n for n, f in files.items() if not _is_cached(f, self._rows(n))]
+        total, todo = sum(map(self._rows, numbers)), sum(map(self._rows, missing))
+        shards: dict[int, Path | FloatArray] = {n: f for n, f in files.items() if f is not None}
+        encoded = 0
+        if todo:
+            logger.info("encoding %d of %d passages (the others are cached)", todo, total)
+            with _progress(todo) as advance:
+                for done, n in enumerate(missing, start=1):
+                    file, texts = files[n], self.texts(n)
+                    if _is_cached(file, len(texts)):  # by another process since we looked
+                        advance(len(texts))
+                        continue
+                    block = self._encoder.encode_passages(texts, advance)
+                    encoded += len(texts)
+                    shards[n] = block if file is None else _store(file, block)
+                    logger.info("encoded shard %d (%d of %d)", n, done, len(missing))
+        return VectorBlocks([shards[n] for n in numbers], encoded, total - encoded)
+
+    def _rows(self, number: int) -> int:
+        return min(self._size, len(self._texts) - number * self._size)
 
 
 def _text_hash(texts: Sequence[str]) -> str:
@@ -113,18 +158,17 @@ def _text_hash(texts: Sequence[str]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _cached(file: Path | None, rows: int) -> FloatArray | None:
+def _is_cached(file: Path | None, rows: int) -> bool:
     if file is None or not file.is_file():
-        return None
+        return False
     try:
-        block = open_matrix(file)
+        return len(open_matrix(file)) == rows
     except RetrievalError as error:
         logger.warning("%s: encoding that shard again", error)
-        return None
-    return block if len(block) == rows else None
+        return False
 
 
-def _store(file: Path, block: FloatArray) -> FloatArray:
+def _store(file: Path, block: FloatArray) -> Path:
     temporary = file.with_name(f"{file.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +182,7 @@ def _store(file: Path, block: FloatArray) -> FloatArray:
             f"can't store vectors in {file.parent}: {error.strerror}. Finished shards are kept; free space there (or "
             "set another paths.cache_dir) and run again"
         ) from error
-    return open_matrix(file)
+    return file
 
 
 @contextmanager

@@ -22,12 +22,14 @@ class Trail:
         question: whose trail it is.
         hops: the finished hops.
         found: every distinct document found, by id, in the order in which it was found.
+        seen: every distinct document that a search returned, kept or not, in the same order.
         memory: whatever the planner keeps about this question.
     """
 
     question: Question
     hops: list[Hop] = field(default_factory=list)
     found: dict[str, Hit] = field(default_factory=dict)
+    seen: dict[str, Hit] = field(default_factory=dict)
     memory: Any = None
 
     @property
@@ -40,6 +42,8 @@ class QueryPlanner(ABC):
     """Decides, for all questions of a batch together, what to ask next or to stop."""
 
     name: ClassVar[str] = "planner"
+    #: The folder of what the planner keeps about the corpus, None where that is nothing or only in memory.
+    index_path: Path | None = None
 
     def open_index(self, retriever: Retriever, cache_dir: str | Path | None = None) -> None:  # noqa: B027
         """Prepare for a corpus: called once, after the retriever has indexed it."""
@@ -59,8 +63,14 @@ class QueryPlanner(ABC):
         return [list(hits[:k]) for hits in found]
 
     def rank(self, trails: Sequence[Trail], k: int) -> list[list[Hit]]:
-        """At most k documents of each trail, best first over all hops; by default in the order of finding."""
-        return [list(t.found.values())[:k] for t in trails]
+        """At most k documents of each trail, best first over all hops; by default in the order of finding.
+
+        Behind what was found comes what was only seen.
+        """
+        return [
+            list({**t.found, **{i: h for i, h in t.seen.items() if i not in t.found}}.values())[:k]
+            for t in trails
+        ]
 
 
 #: Name in ``retriever.planner`` -> where its class is. Add a planner: one file and one line here.

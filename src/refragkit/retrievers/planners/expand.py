@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -102,7 +102,9 @@ class ExpandPlanner(QueryPlanner):
     def open_index(self, retriever: Retriever, cache_dir: str | Path | None = None) -> None:
         """Load or build the graph of the retriever's corpus."""
         self._retriever = retriever
+        self._allowed = retriever.allowed()
         self._graph = PassageGraph.open(retriever.documents, retriever.corpus_hash, cache_dir)
+        self.index_path = self._graph.path
         self._features = EvidenceFeatures(self._graph)
         self._asking = frozenset(self._graph.stem(_ASKING_TEXT))
         self._position = {d.doc_id: i for i, d in enumerate(retriever.documents)}
@@ -203,20 +205,25 @@ class ExpandPlanner(QueryPlanner):
     def _extend(self, memory: Memory, hits: Sequence[int], follow_up: bool) -> dict[int, float]:
         """Add a hop's candidates to the pool; returns the seeds that they come from, with their strengths."""
         if not follow_up:
-            memory.pool.update(dict.fromkeys([*hits, *memory.terms.named]))
+            self._admit(memory, [*hits, *memory.terms.named])
             return {}
         strongest = sorted(memory.strength.items(), key=lambda item: -item[1])[:SEEDS]
         seeds = dict(strongest)
         for d, p in memory.best()[:SEEDS] if memory.evidence else ():
             seeds[d] = max(memory.strength[d], p)
         seeds = dict(sorted(seeds.items(), key=lambda item: -item[1]))
-        memory.pool.update(dict.fromkeys(hits[:FOLLOW_UP_DEPTH]))
+        self._admit(memory, hits[:FOLLOW_UP_DEPTH])
         for seed in seeds:
-            memory.pool.update(dict.fromkeys(map(int, self._graph.links[seed])))
+            self._admit(memory, map(int, self._graph.links[seed]))
             back = self._graph.backlinks[seed]
             if len(back) <= MAX_BACKLINKS:
-                memory.pool.update(dict.fromkeys(map(int, back)))
+                self._admit(memory, map(int, back))
         return seeds
+
+    def _admit(self, memory: Memory, candidates: Iterable[int]) -> None:
+        """Add candidates to the pool; what the retriever's filter leaves out must not come back through a link."""
+        allowed = self._allowed
+        memory.pool.update(dict.fromkeys(d for d in candidates if allowed is None or allowed[d]))
 
     def _score(self, trails: Sequence[Trail], queries: Sequence[str], found: Sequence[Sequence[Hit]]) -> None:
         """Complete every query's scores for the pools, in one batch."""
@@ -224,9 +231,13 @@ class ExpandPlanner(QueryPlanner):
         for trail, query, hits in zip(trails, queries, found, strict=True):
             memory: Memory = trail.memory
             # A best score of 0 or below is no unit to measure others with.
-            memory.scores[query] = QueryScores(hits[0].score if hits and hits[0].score > 0 else 1.0)
+            unit = hits[0].score if hits and hits[0].score > 0 else 1.0
+            known = {self._position[h.doc_id]: h.score / unit for h in hits}
+            memory.scores[query] = QueryScores(unit, known)
             for asked, scores in memory.scores.items():
-                jobs.append((asked, scores, [d for d in memory.pool if d not in scores.of]))
+                new = [d for d in memory.pool if d not in scores.of]
+                if new:
+                    jobs.append((asked, scores, new))
         positions = [np.array(new, dtype=np.int64) for *_, new in jobs]
         values = self._retriever.score_at([asked for asked, *_ in jobs], positions)
         for (_, scores, new), value in zip(jobs, values, strict=True):
