@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refragkit.data.conversation_file import load_conversations
-from refragkit.data.corpus import load_corpus
+from refragkit.data.corpus import open_corpus
+from refragkit.data.document_store import DocumentStore
 from refragkit.data.questions import load_questions
 from refragkit.data.split import hold_out, shared_gold, subset_positions
 from refragkit.errors import ConfigError, DataError
@@ -46,7 +47,7 @@ class DataModule(ABC):
 
     train: Sequence[Question] | Sequence[Conversation]
     validation: Sequence[Question] | Sequence[Conversation]
-    corpus: list[Document] | None
+    corpus: Sequence[Document] | None
     counts: dict[str, int]
     fingerprint: str
 
@@ -126,6 +127,9 @@ class DataModule(ABC):
         digest = hashlib.sha256()
         for part in (self.train, self.validation, self.corpus or []):
             digest.update(f"{len(part)}\n".encode())
+            if isinstance(part, DocumentStore):  # read once already, and not again
+                digest.update(str(part.table.corpus_hash).encode())
+                continue
             for item in part:
                 digest.update(json.dumps(asdict(item), sort_keys=True, default=str).encode())
         return digest.hexdigest()
@@ -175,8 +179,8 @@ class MultiHopQA(DataModule):
             max_validation_questions=self.max_validation_questions,
         )
         folder = self._folder()
-        corpus = load_corpus(folder / "corpus.jsonl")
-        doc_ids = {d.doc_id for d in corpus}
+        corpus = open_corpus(folder / "corpus.jsonl", self.cache_dir)
+        doc_ids = corpus.table.positions if isinstance(corpus, DocumentStore) else {d.doc_id for d in corpus}
         train_file, validation_file = folder / "train.jsonl", folder / "validation.jsonl"
         if validation_file.is_file() and train_file.is_file():
             train, validation = load_questions(train_file, doc_ids), load_questions(validation_file, doc_ids)

@@ -133,7 +133,7 @@ def write_table(path: Path, starts: IntArray, reader: TableReader) -> None:
         reader: with the corpus hash.
 
     Raises:
-        ValueError: a doc_id is used twice.
+        RepeatedIdError: a doc_id is used twice.
         OSError: the disk is full.
     """
     table = reader.table({})

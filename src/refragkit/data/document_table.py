@@ -127,13 +127,13 @@ class DocumentTable:
         """Read every document once.
 
         Raises:
-            ValueError: a doc_id is used twice.
+            RepeatedIdError: a doc_id is used twice.
         """
         reader = TableReader()
         positions: dict[str, int] = {}
         for i, document in enumerate(documents):
             if positions.setdefault(document.doc_id, i) != i:
-                raise _repeated(document.doc_id, positions[document.doc_id], i)
+                raise RepeatedIdError(document.doc_id, positions[document.doc_id], i)
             reader.add(document)
         return reader.table(positions)
 
@@ -162,12 +162,12 @@ class TableReader:
         """The table, with that map from id to position.
 
         Raises:
-            ValueError: a doc_id is used twice.
+            RepeatedIdError: a doc_id is used twice.
         """
         order = sorted(range(len(self.ids)), key=self.ids.__getitem__)
         for i, j in pairwise(order):
             if self.ids[i] == self.ids[j]:
-                raise _repeated(self.ids[i], i, j)
+                raise RepeatedIdError(self.ids[i], i, j)
         id_rank = np.empty(len(order), dtype=np.int64)
         id_rank[order] = np.arange(len(order))
         distinct = len(np.unique(np.array(self._text_hashes, dtype=np.int64)))
@@ -180,7 +180,13 @@ class TableReader:
         )
 
 
-def _repeated(doc_id: str, first: int, second: int) -> ValueError:
-    return ValueError(
-        f"doc_id {doc_id!r} is used by documents number {first} and {second}: every document needs an id of its own"
-    )
+class RepeatedIdError(ValueError):
+    """Two documents, by their positions in the corpus, have one id."""
+
+    def __init__(self, doc_id: str, first: int, second: int) -> None:
+        super().__init__(
+            f"doc_id {doc_id!r} is used by documents number {first} and {second}: every document needs an id of its own"
+        )
+        self.doc_id = doc_id
+        self.first = first
+        self.second = second

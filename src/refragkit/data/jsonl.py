@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -173,8 +173,49 @@ def existing_file(path: str | Path, what: str) -> Path:
     return file
 
 
+def scan_jsonl(file: Path) -> Iterator[tuple[int, Record | LineError]]:
+    """The lines of a file with their numbers: a record each, or what is wrong with the line.
+
+    Blank lines at the end are passed over, others are reported once something follows them.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    blank: list[int] = []
+    with file.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if not line.strip():
+                blank.append(number)
+                continue
+            for gap in blank:
+                yield gap, LineError("expected a JSON object, got an empty line")
+            blank.clear()
+            try:
+                record = _parse_line(line)
+            except LineError as problem:
+                yield number, problem
+            else:
+                yield number, record
+
+
+def bad_lines(file: Path, problems: Sequence[str], n_problems: int) -> str:
+    """One message for the bad lines of a file.
+
+    Args:
+        file: the file.
+        problems: the first of them, each with its place.
+        n_problems: how many there are in all.
+    """
+    if n_problems == 1:
+        return problems[0]
+    more = n_problems - len(problems)
+    tail = f"\n  ... and {more} more" if more else ""
+    return "\n  ".join([f"{n_problems} bad lines in {file}:", *problems]) + tail
+
+
 def read_jsonl(path: str | Path, what: str, parse: Callable[[Record], tuple[str, T]]) -> list[T]:
-    """Read a file of one JSON object a line.
+    """Read a JSON Lines file whose records have unique ids.
 
     Args:
         path: the file.
@@ -190,7 +231,6 @@ def read_jsonl(path: str | Path, what: str, parse: Callable[[Record], tuple[str,
     first_line: dict[str, int] = {}
     problems: list[str] = []
     n_problems = 0
-    blank: list[int] = []
 
     def report(number: int, problem: str) -> None:
         nonlocal n_problems
@@ -199,37 +239,27 @@ def read_jsonl(path: str | Path, what: str, parse: Callable[[Record], tuple[str,
             problems.append(f"{file}:{number}: {problem}")
 
     try:
-        with file.open("rb") as lines:
-            for number, raw in enumerate(lines, start=1):
-                line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-                if not line.strip():
-                    blank.append(number)
-                    continue
-                for gap in blank:
-                    report(gap, "expected a JSON object, got an empty line")
-                blank.clear()
-                try:
-                    key, value = parse(_parse_line(line))
-                except LineError as problem:
-                    report(number, str(problem))
-                    continue
-                if key in first_line:
-                    report(
-                        number,
-                        f"key 'id': {key!r} is already used on line {first_line[key]}; ids must be unique",
-                    )
-                    continue
-                first_line[key] = number
-                values.append(value)
+        for number, record in scan_jsonl(file):
+            if isinstance(record, LineError):
+                report(number, str(record))
+                continue
+            try:
+                key, value = parse(record)
+            except LineError as problem:
+                report(number, str(problem))
+                continue
+            if key in first_line:
+                report(
+                    number, f"key 'id': {key!r} is already used on line {first_line[key]}; ids must be unique"
+                )
+                continue
+            first_line[key] = number
+            values.append(value)
     except OSError as error:
         raise DataError(f"{file}: can't be read ({error.strerror or error})") from error
 
     if n_problems:
-        more = n_problems - len(problems)
-        head = "1 bad line" if n_problems == 1 else f"{n_problems} bad lines"
-        tail = f"\n  ... and {more} more" if more else ""
-        listing = "\n  ".join(problems)
-        raise DataError(f"{head} in {file}:\n  {listing}{tail}" if n_problems > 1 else problems[0])
+        raise DataError(bad_lines(file, problems, n_problems))
     if not values:
         raise DataError(f"{file}: expected {what}, one JSON object a line, but the file is empty")
     return values

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refragkit.data.document_store import DocumentStore
-from refragkit.data.document_table import DocumentTable, corpus_hash, passage_text
+from refragkit.data.document_table import DocumentTable, RepeatedIdError, corpus_hash, passage_text
 from refragkit.errors import ConfigError, DataError, RetrievalError
 from refragkit.types import Document, Hit, Question
 
@@ -248,7 +248,7 @@ class Retriever(ABC):
         else:
             try:
                 table = DocumentTable.of(documents)
-            except ValueError as error:
+            except RepeatedIdError as error:
                 raise RetrievalError(f"retriever={self.name}: {error}") from error
         self.documents = documents
         self._corpus_hash = table.corpus_hash
