@@ -58,11 +58,17 @@ def test_rows_by_dataset_and_hops(corpus: list[Document], tmp_path: Path) -> Non
             metadata={"dataset": "two"},
         ),
     ]
-    rows = evaluate_retrieval(retriever, questions)
+    evaluation = evaluate_retrieval(retriever, questions)
+    rows = evaluation.rows
     assert [r["group"] for r in rows] == ["all", "one", "two", "1 hops", "2 hops"]
     assert rows[0]["questions"] == 2.0 and rows[0]["recall@5"] == 1.0
     assert rows[2]["found_recall_hop_1"] == 0.5 and rows[2]["found_recall"] == 1.0
-    assert float(rows[0]["queries_per_second"]) > 0
+    assert float(rows[0]["queries_per_second"]) >= float(rows[0]["questions_per_second"]) > 0
+    first, second = evaluation.records
+    assert first["relevant"] == {"film_a": 1.0} and first["ranking"][0]["doc_id"] == "film_a"
+    assert [hop["hop"] for hop in second["hops"]] == [1, 2]
+    assert [d["doc_id"] for hop in second["hops"] for d in hop["documents"]] == ["film_b", "dir_b"]
+    assert second["metrics"]["found_recall_hop_1"] == 0.5
     metrics = as_metrics(rows)
     assert metrics["retrieval/recall@5"] == metrics["retrieval/2_hops/recall@5"] == 1.0
     write_csv(rows, tmp_path / "r.csv")
@@ -75,7 +81,7 @@ def test_qrels_replace_supporting_passages(corpus: list[Document]) -> None:
     retriever = bm25(max_hops=1, top_k_per_hop=2).open_index(corpus)
     question = Question("1", "tea grown on slopes", ("x",))
     assert (
-        evaluate_retrieval(retriever, [question], qrels={"1": {"tea": 2.0, "chess": 0.0}})[0]["ndcg@10"]
+        evaluate_retrieval(retriever, [question], qrels={"1": {"tea": 2.0, "chess": 0.0}}).rows[0]["ndcg@10"]
         == 1.0
     )
     with pytest.raises(DataError, match=r"'1' has no relevant document \(none in the qrels\)"):

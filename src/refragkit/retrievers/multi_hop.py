@@ -117,13 +117,24 @@ class MultiHopRetriever:
 
         The order may hold documents that a hop saw and did not keep: they are what it would have kept next.
         """
-        trails = self.walk(questions, max_hops, top_k_per_hop)
+        trails = self.walk(questions, max_hops, top_k_per_hop, depth)
         return [tuple(t.hops) for t in trails], self.planner.rank(trails, depth)
 
+    def warm_up(self) -> None:
+        """Load whatever would be loaded at the first search, so that the search itself can be timed."""
+        self.retriever.warm_up()
+
     def walk(
-        self, questions: Sequence[Question], max_hops: int | None = None, top_k_per_hop: int | None = None
+        self,
+        questions: Sequence[Question],
+        max_hops: int | None = None,
+        top_k_per_hop: int | None = None,
+        depth: int = 0,
     ) -> list[Trail]:
-        """The loop itself: the trails with everything that their planner keeps about them."""
+        """The loop itself: the trails with everything that their planner keeps about them.
+
+        Each search looks at ``depth`` documents at least, for a ranking longer than what the hops keep.
+        """
         hops = self.max_hops if max_hops is None else max_hops
         k = self.top_k_per_hop if top_k_per_hop is None else top_k_per_hop
         _require_positive("max_hops", hops)
@@ -138,10 +149,13 @@ class MultiHopRetriever:
             if not planned:
                 break
             active, queries = [t for t, _ in planned], [query for _, query in planned]
+            wanted = self.planner.depth(k)
             found = self.retriever.search_for(
-                [t.question for t in active], queries, self.planner.depth(k), [t.found.keys() for t in active]
+                [t.question for t in active], queries, max(wanted, depth), [t.found.keys() for t in active]
             )
-            merged = self.planner.merge(active, queries, found, k)
+            for trail, hits in zip(active, found, strict=True):
+                trail.seen.update((h.doc_id, h) for h in hits if h.doc_id not in trail.seen)
+            merged = self.planner.merge(active, queries, [hits[:wanted] for hits in found], k)
             latency = (time.perf_counter() - started) / len(active)
             going_on = []
             for trail, query, hits in zip(active, queries, merged, strict=True):

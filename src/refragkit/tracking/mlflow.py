@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,7 +132,9 @@ class MLflowTracking:
         if self._client is None or self.run_id is None:
             return
         now = int(time.time() * 1000)
-        entries = [Metric(k, float(v), now, step) for k, v in metrics.items() if math.isfinite(v)]
+        entries = [
+            Metric(_metric_name(k), float(v), now, step) for k, v in metrics.items() if math.isfinite(v)
+        ]
         if entries:
             self._client.log_batch(self.run_id, metrics=entries)
 
@@ -228,6 +231,11 @@ class MLflowTracking:
         """Close the run as FINISHED, FAILED or KILLED, so that none stays RUNNING after a crash."""
         if self._client is not None and self.run_id is not None:
             self._client.set_terminated(self.run_id, status=_STATUS.get(status, "FAILED"))
+
+
+def _metric_name(name: str) -> str:
+    """A name with the characters that MLflow accepts: ``recall@5`` is ``recall_at_5`` there."""
+    return re.sub(r"[^\w/.\- :]", "_", name.replace("@", "_at_"))
 
 
 def _check_sqlite(database: Path) -> None:

@@ -9,7 +9,10 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # (title of the panel, metrics in it by label); a panel without data is left out.
 _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
@@ -100,6 +103,55 @@ def plot_training(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path |
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)
 
+    return _save(figure, path)
+
+
+def plot_retrieval(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> Path:
+    """Draws what a retriever finds, a curve for each group, into one PNG, written atomically.
+
+    Args:
+        rows: with ``group``, ``questions``, ``recall@<k>`` and ``found_recall_hop_<n>``.
+        path: of the PNG; its folder is made.
+        title: over the panels.
+
+    Returns:
+        The path.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 4.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = (
+        ("Recall of the first k documents", "recall@", "k"),
+        ("Recall of what the hops handed on", "found_recall_hop_", "after hop"),
+    )
+    for axes, (heading, prefix, label) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        ticks = sorted(int(key.removeprefix(prefix)) for key in rows[0] if key.startswith(prefix))
+        for index, row in enumerate(rows):
+            axes.plot(
+                range(len(ticks)),
+                [float(row[f"{prefix}{n}"]) for n in ticks],
+                color="black" if index == 0 else f"C{(index - 1) % 10}",
+                linestyle="--" if str(row["group"]).endswith(" hops") else "-",
+                linewidth=2.2 if index == 0 else 1.4,
+                marker="o",
+                markersize=4,
+                label=f"{row['group']} ({float(row['questions']):,.0f})",
+            )
+        axes.set_xticks(range(len(ticks)), [str(n) for n in ticks])
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_title(heading, fontsize=10)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside right upper", title="group (questions)")
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return _save(figure, path)
+
+
+def _save(figure: Figure, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
