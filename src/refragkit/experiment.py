@@ -76,8 +76,12 @@ class Run:
     @cached_property
     def data(self) -> DataModule:
         """The prepared data."""
-        data: DataModule = self._build("data")
-        data.prepare(cache_dir=self.cache_dir, seed=self.seed)
+        data = self._data_module()
+        data.prepare()
+        return data
+
+    def _data_module(self) -> DataModule:
+        data: DataModule = self._build("data", cache_dir=self.cache_dir, seed=self.seed)
         return data
 
     @cached_property
@@ -120,19 +124,20 @@ class Run:
             return None
         return self.open_retriever(self.corpus)
 
-    @property
+    @cached_property
     def corpus(self) -> Sequence[Document]:
-        """The data's passages.
+        """The data's passages; without the examples, where nothing has asked for those.
 
         Raises:
             ConfigError: the data has none.
         """
-        if self.data.corpus is None:
+        corpus = self.data.corpus if "data" in self.__dict__ else self._data_module().read_corpus()
+        if corpus is None:
             raise ConfigError(
                 f"retriever={self.cfg.choices.retriever} needs a corpus, and data={self.cfg.choices.data} has none;"
-                " choose data=multihop_qa or retriever=none"
+                " set data.corpus=FILE_OR_FOLDER, or choose data=multihop_qa or retriever=none"
             )
-        return self.data.corpus
+        return corpus
 
     def open_retriever(self, corpus: Sequence[Document]) -> MultiHopRetriever:
         """The configured retriever with the index of ``corpus`` open."""

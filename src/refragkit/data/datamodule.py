@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from refragkit.data.conversation_file import load_conversations
 from refragkit.data.corpus import open_corpus
+from refragkit.data.corpus_reader import CorpusReader
 from refragkit.data.document_store import DocumentStore
 from refragkit.data.questions import load_questions
 from refragkit.data.split import hold_out, shared_gold, subset_positions
@@ -51,7 +52,21 @@ class DataModule(ABC):
     counts: dict[str, int]
     fingerprint: str
 
-    def __init__(self, tokenizer: str | None, vocab_size: int, cache_dir: str | Path, seed: int) -> None:
+    def __init__(
+        self,
+        corpus: str | None,
+        chunk_tokens: int | None,
+        chunk_overlap: int,
+        chunk_tokenizer: str | None,
+        tokenizer: str | None,
+        vocab_size: int,
+        cache_dir: str | Path,
+        seed: int,
+    ) -> None:
+        self.corpus_path = corpus
+        self.chunk_tokens = chunk_tokens
+        self.chunk_overlap = chunk_overlap
+        self.chunk_tokenizer = chunk_tokenizer
         self.tokenizer_path = tokenizer
         self.vocab_size = vocab_size
         self.cache_dir = Path(cache_dir)
@@ -78,8 +93,36 @@ class DataModule(ABC):
             self.cache_dir = Path(cache_dir)
         if seed is not None:
             self.seed = seed
+        self.counts = {}
         self._read()
         self.fingerprint = self._hash()
+
+    def read_corpus(self) -> Sequence[Document] | None:
+        """Read ``corpus`` alone, which is all that a search needs, and return it.
+
+        Raises:
+            DataError: there is none where one is expected, or it can't be read.
+            ConfigError: a setting that can't be.
+        """
+        if self.corpus_path is None:
+            cut = [key for key in ("chunk_tokens", "chunk_tokenizer") if getattr(self, key) is not None]
+            if cut:
+                raise ConfigError(
+                    f"data.{cut[0]}={getattr(self, cut[0])} is about data.corpus, and data.corpus is null; set"
+                    f" data.corpus=FILE_OR_FOLDER or leave data.{cut[0]} out"
+                )
+            self.corpus = self._own_corpus()
+        else:
+            reader = CorpusReader(
+                self.corpus_path, self.chunk_tokens, self.chunk_overlap, self.chunk_tokenizer
+            )
+            self.corpus = list(reader.passages())
+            self.counts |= reader.counts
+        return self.corpus
+
+    def _own_corpus(self) -> Sequence[Document] | None:
+        """The corpus that comes with the examples, None where none does."""
+        return None
 
     @abstractmethod
     def _read(self) -> None:
@@ -143,6 +186,10 @@ class MultiHopQA(DataModule):
 
     Args:
         path: the folder; None is the bundled sample.
+        corpus: a file or folder of documents to search instead of ``corpus.jsonl``; see `CorpusReader`.
+        chunk_tokens: tokens of a passage of ``corpus`` at most; None cuts ``.txt`` and ``.md`` only.
+        chunk_overlap: tokens that such a passage repeats of the one before, at most.
+        chunk_tokenizer: folder of the tokenizer whose tokens are meant; None is the default sentence encoder's.
         validation_questions: how many questions a split holds out, at most a fifth of them.
         max_train_questions: train on so many only, None for all.
         max_validation_questions: the same for validation.
@@ -161,12 +208,18 @@ class MultiHopQA(DataModule):
         validation_questions: int = 200,
         max_train_questions: int | None = None,
         max_validation_questions: int | None = None,
+        corpus: str | None = None,
+        chunk_tokens: int | None = None,
+        chunk_overlap: int = 32,
+        chunk_tokenizer: str | None = None,
         tokenizer: str | None = None,
         vocab_size: int = 4096,
         cache_dir: str | Path = "outputs/cache",
         seed: int = 0,
     ) -> None:
-        super().__init__(tokenizer, vocab_size, cache_dir, seed)
+        super().__init__(
+            corpus, chunk_tokens, chunk_overlap, chunk_tokenizer, tokenizer, vocab_size, cache_dir, seed
+        )
         self.path = path
         self.validation_questions = validation_questions
         self.max_train_questions = max_train_questions
@@ -178,8 +231,7 @@ class MultiHopQA(DataModule):
             max_train_questions=self.max_train_questions,
             max_validation_questions=self.max_validation_questions,
         )
-        folder = self._folder()
-        corpus = open_corpus(folder / "corpus.jsonl", self.cache_dir)
+        folder, corpus = self._folder(), self.read_corpus() or []
         doc_ids = corpus.table.positions if isinstance(corpus, DocumentStore) else {d.doc_id for d in corpus}
         train_file, validation_file = folder / "train.jsonl", folder / "validation.jsonl"
         if validation_file.is_file() and train_file.is_file():
@@ -194,8 +246,7 @@ class MultiHopQA(DataModule):
         self.validation = [
             validation[i] for i in subset_positions([q.id for q in validation], self.max_validation_questions)
         ]
-        self.corpus = corpus
-        self.counts = {
+        self.counts |= {
             "train_questions": len(self.train),
             "validation_questions": len(self.validation),
             "questions_in_files": in_files,
@@ -218,17 +269,29 @@ class MultiHopQA(DataModule):
         if not folder.is_dir():
             problem = "is a file" if folder.exists() else "does not exist"
             raise DataError(
-                f"data.path={self.path}: expected a folder with corpus.jsonl and questions.jsonl (or train.jsonl and "
-                f"validation.jsonl), but it {problem}; data.path=null uses the bundled sample"
+                f"data.path={self.path}: expected a folder with {self._expected()}, but it {problem}; "
+                "data.path=null uses the bundled sample"
             )
         names = ("questions.jsonl", "train.jsonl")
-        if not (folder / "corpus.jsonl").is_file() or not any((folder / n).is_file() for n in names):
-            found = ", ".join(sorted(f.name for f in folder.glob("*.jsonl"))) or "none"
-            raise DataError(
-                f"data.path={self.path}: expected corpus.jsonl and questions.jsonl (or train.jsonl and "
-                f"validation.jsonl) in this folder, found JSONL files: {found}"
-            )
+        if not any((folder / n).is_file() for n in names):
+            self._incomplete(folder)
         return folder
+
+    def _own_corpus(self) -> Sequence[Document]:
+        folder = self._folder()
+        if not (folder / "corpus.jsonl").is_file():
+            self._incomplete(folder)
+        return open_corpus(folder / "corpus.jsonl", self.cache_dir)
+
+    def _incomplete(self, folder: Path) -> NoReturn:
+        found = ", ".join(sorted(f.name for f in folder.glob("*.jsonl"))) or "none"
+        raise DataError(
+            f"data.path={self.path}: expected {self._expected()} in this folder, found JSONL files: {found}"
+        )
+
+    def _expected(self) -> str:
+        corpus = "corpus.jsonl and " if self.corpus_path is None else ""
+        return f"{corpus}questions.jsonl (or train.jsonl and validation.jsonl)"
 
     def _split(self, questions: list[Question], source: Path) -> tuple[list[Question], list[Question]]:
         n_validation = _share(len(questions), self.validation_questions, "data.validation_questions", source)
@@ -249,8 +312,12 @@ class Conversations(DataModule):
     Conversations that open with the same user turn (paths of one tree, say) stay on one side of the split.
 
     Args:
-        path: JSONL of ``{id, messages}``; required.
+        path: JSONL of ``{id, messages}``; required, except to search ``corpus`` only.
         validation_path: a second such file; None holds out a part of the first.
+        corpus: a file or folder of documents to search; see `CorpusReader`.
+        chunk_tokens: tokens of a passage of ``corpus`` at most; None cuts ``.txt`` and ``.md`` only.
+        chunk_overlap: tokens that such a passage repeats of the one before, at most.
+        chunk_tokenizer: folder of the tokenizer whose tokens are meant; None is the default sentence encoder's.
         validation_conversations: how many conversations a split holds out, at most a fifth of them.
         max_train_conversations: train on so many only, None for all.
         max_validation_conversations: the same for validation.
@@ -270,12 +337,18 @@ class Conversations(DataModule):
         validation_conversations: int = 100,
         max_train_conversations: int | None = None,
         max_validation_conversations: int | None = None,
+        corpus: str | None = None,
+        chunk_tokens: int | None = None,
+        chunk_overlap: int = 32,
+        chunk_tokenizer: str | None = None,
         tokenizer: str | None = None,
         vocab_size: int = 4096,
         cache_dir: str | Path = "outputs/cache",
         seed: int = 0,
     ) -> None:
-        super().__init__(tokenizer, vocab_size, cache_dir, seed)
+        super().__init__(
+            corpus, chunk_tokens, chunk_overlap, chunk_tokenizer, tokenizer, vocab_size, cache_dir, seed
+        )
         self.path = path
         self.validation_path = validation_path
         self.validation_conversations = validation_conversations
@@ -293,6 +366,7 @@ class Conversations(DataModule):
                 'data.path: expected a JSONL file of conversations, one {"id": ..., "messages": [{"role": "user", '
                 '"content": ...}, ...]} a line, got null; set data.path=FILE'
             )
+        self.read_corpus()
         try:
             train = load_conversations(self.path)
         except DataError as error:
@@ -322,16 +396,16 @@ class Conversations(DataModule):
             validation[i]
             for i in subset_positions([c.id for c in validation], self.max_validation_conversations)
         ]
-        self.counts = {
+        self.counts |= {
             "train_conversations": len(self.train),
             "validation_conversations": len(self.validation),
             "conversations_in_files": in_files,
         }
 
     def tokenizer_texts(self) -> list[str]:
-        """The turns and documents of the training side."""
+        """The corpus, and the turns and documents of the training side."""
         self._require_prepared()
-        texts: list[str] = []
+        texts = [f"{d.title}\n{d.text}" for d in self.corpus or []]
         for conversation in self.train:
             for message in conversation.messages:
                 texts += [message.content] if message.content else []

@@ -76,6 +76,14 @@ class Record:
             _check_unicode(value, f"{self.where}{key}")
         return value
 
+    def identifier(self, key: str, *, default: Any = _REQUIRED) -> str:
+        """A string that is not empty, or an integer, which becomes one."""
+        value = self.fields.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            self._read.add(key)
+            return str(value)
+        return self.string(key, default=default)
+
     def strings(self, key: str, *, default: Any = _REQUIRED, may_be_empty: bool = False) -> tuple[str, ...]:
         """A list of strings that are not empty; without ``may_be_empty`` at least one of them."""
         values = self._get(key, default)

@@ -194,6 +194,7 @@ def _log_datasets(run: Run, data: DataModule) -> None:
         f"{name}-validation", "validation", data.fingerprint, source, len(data.validation)
     )
     if data.corpus is not None:
+        source = str(run.cfg.data.get("corpus") or source)
         run.tracking.log_dataset(
             f"{name}-corpus", "knowledge base", data.fingerprint, source, len(data.corpus)
         )

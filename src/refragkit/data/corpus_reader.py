@@ -1,0 +1,225 @@
+"""A knowledge base of a user's own documents: a file or folder, its long documents cut into passages."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from refragkit.data.chunking import Chunker, Span, check_chunking, load_chunk_tokenizer
+from refragkit.data.document_files import CorpusFile, Problem, SourceDocument, corpus_files, read_file
+from refragkit.data.jsonl import MAX_REPORTED_LINES, bad_lines
+from refragkit.data.markdown import Section
+from refragkit.errors import DataError
+from refragkit.types import Document
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CHUNK_TOKENS = 200
+"""For ``.txt`` and ``.md``: what all-MiniLM-L6-v2 reads at once, less a title."""
+
+MAX_WARNINGS = 5
+_BATCH_CHARACTERS = 1 << 20
+
+
+class CorpusReader:
+    """Reads a file or folder of a user's own documents and cuts the long ones into passages.
+
+    A passage that is one of several of a document has the document's id and ``#`` and its number as id, the document's
+    metadata and its number as ``chunk``; those of a Markdown section have its headings as title. A document that fits
+    one chunk stays as it is.
+
+    In a folder, what can't be read is left out, with a warning for the first few and counts for all. A single file that
+    is bad is an error.
+
+    Attributes:
+        counts: after a reading: ``corpus_files`` (read to some end), ``corpus_documents``, ``passages``, and what was
+            left out: ``corpus_bad_files``, ``corpus_bad_lines``, ``corpus_other_files``, ``corpus_refused_links``.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        chunk_tokens: int | None = None,
+        chunk_overlap: int = 32,
+        chunk_tokenizer: str | None = None,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            source: the file or folder.
+            chunk_tokens: tokens of a passage at most; None leaves ``.jsonl`` and ``.parquet``, which hold passages, as
+                they are and cuts ``.txt`` and ``.md`` at `DEFAULT_CHUNK_TOKENS`.
+            chunk_overlap: tokens that a passage repeats of the one before, at most.
+            chunk_tokenizer: see `load_chunk_tokenizer`.
+
+        Raises:
+            ConfigError: sizes that can't be.
+        """
+        check_chunking(chunk_tokens or DEFAULT_CHUNK_TOKENS, chunk_overlap)
+        self.source = source
+        self.chunk_tokens = chunk_tokens
+        self.chunk_overlap = chunk_overlap
+        self.chunk_tokenizer = chunk_tokenizer
+        self.counts: dict[str, int] = {}
+        self._chunker: Chunker | None = None
+
+    def passages(self) -> Iterator[Document]:
+        """The passages, one file after the other, sorted by name; nothing but their ids is kept.
+
+        Raises:
+            DataError: nothing at all could be read, the one file given is bad, or an id is used twice.
+        """
+        found = _Findings(self.source)
+        self.counts = found.counts
+        first_use: dict[str, str] = {}
+        for passage, file in self._cut(found.documents()):
+            other = first_use.setdefault(passage.doc_id, file)
+            if other != file or len(first_use) == found.counts["passages"]:
+                where = f"twice in {file}" if other == file else f"in {other} and in {file}"
+                raise DataError(
+                    f"data.corpus={self.source}: the id {passage.doc_id!r} is used {where}; ids must be unique in the whole"
+                    " corpus: rename one, or leave the key id out to have ids made of file and line"
+                )
+            found.counts["passages"] += 1
+            yield passage
+        found.report()
+
+    def _cut(self, documents: Iterable[tuple[SourceDocument, str]]) -> Iterator[tuple[Document, str]]:
+        """Passages with the file that each is from."""
+        batch: list[tuple[SourceDocument, str]] = []
+        characters = 0
+        for item in documents:
+            if item[0].is_passage and self.chunk_tokens is None:
+                yield from self._cut_batch(batch)
+                batch, characters = [], 0
+                yield item[0].document, item[1]
+                continue
+            batch.append(item)
+            characters += len(item[0].document.text)
+            if characters >= _BATCH_CHARACTERS:
+                yield from self._cut_batch(batch)
+                batch, characters = [], 0
+        yield from self._cut_batch(batch)
+
+    def _cut_batch(self, batch: list[tuple[SourceDocument, str]]) -> Iterator[tuple[Document, str]]:
+        if not batch:
+            return
+        if self._chunker is None:
+            tokens = self.chunk_tokens or DEFAULT_CHUNK_TOKENS
+            self._chunker = Chunker(load_chunk_tokenizer(self.chunk_tokenizer), tokens, self.chunk_overlap)
+        fits = self._chunker.fits([source.document.text for source, _ in batch])
+        for (source, file), whole in zip(batch, fits, strict=True):
+            if whole:
+                yield source.document, file
+            else:
+                for passage in _chunks(source, self._chunker):
+                    yield passage, file
+
+
+def _chunks(source: SourceDocument, chunker: Chunker) -> Iterator[Document]:
+    document = source.document
+    number = 0
+    for section, (start, end) in _section_spans(source, chunker):
+        text = document.text[start:end].strip()
+        if (start, end) == (0, len(document.text)):
+            yield document
+        elif text:
+            metadata = {**document.metadata}
+            metadata.setdefault("chunk", number)
+            yield Document(f"{document.doc_id}#{number}", section.title, text, metadata)
+            number += 1
+
+
+def _section_spans(source: SourceDocument, chunker: Chunker) -> Iterator[tuple[Section, Span]]:
+    text = source.document.text
+    parts = source.sections or [Section(0, source.document.title)]
+    ends = [part.start for part in parts[1:]] + [len(text)]
+    for part, end in zip(parts, ends, strict=True):
+        for a, b in chunker.spans(text[part.start : end]):
+            yield part, (part.start + a, part.start + b)
+
+
+class _Findings:
+    """What a reading came upon: the documents, and an account of everything that was left out."""
+
+    def __init__(self, source: str | Path) -> None:
+        self.source = source
+        self.single = Path(source).expanduser().is_file()
+        names = ("files", "documents", "bad_files", "bad_lines", "other_files", "refused_links")
+        self.counts = {"passages": 0, **{f"corpus_{name}": 0 for name in names}}
+        self._shown: list[str] = []
+        self._other: Counter[str] = Counter()
+
+    def documents(self) -> Iterator[tuple[SourceDocument, str]]:
+        """The documents with the file of each."""
+        for file in corpus_files(self.source):
+            if isinstance(file, Problem):
+                self._note(file)
+            else:
+                yield from self._read(file)
+        if not self.counts["corpus_documents"]:
+            raise DataError(self._nothing())
+
+    def _read(self, file: CorpusFile) -> Iterator[tuple[SourceDocument, str]]:
+        before = self.counts["corpus_documents"]
+        for item in read_file(file):
+            if isinstance(item, Problem):
+                self._note(item)
+            else:
+                self.counts["corpus_documents"] += 1
+                yield item, file.name
+        if self.counts["corpus_documents"] > before:
+            self.counts["corpus_files"] += 1
+        if self.single and self._shown:
+            n_problems = self.counts["corpus_bad_lines"] + self.counts["corpus_bad_files"]
+            raise DataError(f"data.corpus: {bad_lines(file.path, self._shown, n_problems)}")
+
+    def _note(self, problem: Problem) -> None:
+        if problem.kind == "other":
+            self.counts["corpus_other_files"] += 1
+            self._other[problem.message] += 1
+            return
+        key = {"file": "corpus_bad_files", "line": "corpus_bad_lines", "link": "corpus_refused_links"}
+        self.counts[key[problem.kind]] += 1
+        if len(self._shown) < (MAX_REPORTED_LINES if self.single else MAX_WARNINGS):
+            self._shown.append(problem.message)
+            if not self.single:
+                log.warning("data.corpus: left out %s", problem.message)
+
+    def report(self) -> None:
+        """Log what was read and what was left out."""
+        counts = self.counts
+        left_out = [
+            f"{counts[f'corpus_{key}']} {key.replace('_', ' ')}"
+            for key in ("bad_files", "bad_lines", "refused_links")
+        ]
+        if self._other:
+            left_out.append(f"{counts['corpus_other_files']} files of other types ({self._others()})")
+        n_problems = counts["corpus_bad_files"] + counts["corpus_bad_lines"] + counts["corpus_refused_links"]
+        if n_problems > len(self._shown):
+            log.warning("data.corpus: ... and %d more were left out", n_problems - len(self._shown))
+        log.info(
+            "data.corpus=%s: %d passages of %d documents in %d files; left out: %s",
+            self.source,
+            counts["passages"],
+            counts["corpus_documents"],
+            counts["corpus_files"],
+            ", ".join(part for part in left_out if not part.startswith("0 ")) or "nothing",
+        )
+
+    def _nothing(self) -> str:
+        counts = self.counts
+        tried = counts["corpus_bad_files"] + counts["corpus_bad_lines"] + counts["corpus_refused_links"]
+        head = f"data.corpus={self.source}: no document could be read"
+        if not tried:
+            found = f"only files of other types ({self._others()})" if self._other else "nothing"
+            return f"{head}: expected .jsonl, .md, .parquet or .txt files in this folder, found {found}"
+        more = f"\n  ... and {tried - len(self._shown)} more" if tried > len(self._shown) else ""
+        return "\n  ".join([f"{head}:", *self._shown]) + more
+
+    def _others(self) -> str:
+        most = self._other.most_common(MAX_WARNINGS)
+        rest = len(self._other) - len(most)
+        return ", ".join(f"{suffix} {n}" for suffix, n in most) + (f" and {rest} more" if rest > 0 else "")
