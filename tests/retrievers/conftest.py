@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,15 @@ def retriever_node(option: str, overrides: Sequence[str] = ()) -> DictConfig:
         return compose(f"retriever/{option}", list(overrides)).retriever
 
 
+def require_milvus() -> tuple[bool, str]:
+    """Whether to skip tests of Milvus, and why."""
+    missing = [m for m in ("pymilvus", "milvus_lite") if importlib.util.find_spec(m) is None]
+    return bool(missing), f"{' and '.join(missing)} not installed: pip install 'refragkit[milvus]'"
+
+
 def build(option: str, cache_dir: Path | None = None, overrides: Sequence[str] = ()) -> MultiHopRetriever:
+    if option == "milvus" and (skip := require_milvus())[0]:
+        pytest.skip(skip[1])
     return instantiate(retriever_node(option, overrides), cache_dir=cache_dir)
 
 
