@@ -189,3 +189,36 @@ def test_as_a_sweep_on_the_command_line(data: Path, tmp_path: Path) -> None:
     assert summary["mlflow_run_id"]
     wrong = run("index.shard=8/8", f"hydra.run.dir={tmp_path}/wrong")
     assert wrong.returncode == 1 and wrong.stderr.count("error:") == 1 and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_build_one_index(data: Path, tmp_path: Path) -> None:
+    common = (
+        "task=index",
+        "retriever=hybrid",
+        "retriever.shard_size=3",
+        "tracking=none",
+        f"data.path={data}",
+    )
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(ROOT / "run.py"),
+                *common,
+                f"paths.outputs={tmp_path}",
+                f"hydra.run.dir={tmp_path}/{i}",
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        assert process.communicate(timeout=300)[1] == "" and process.returncode == 0
+    summaries = [json.loads((tmp_path / str(i) / "summary.json").read_text()) for i in range(2)]
+    assert sorted(s["metrics"].get("index/encoded", 0) for s in summaries) == [0, 20]
+    assert len({s["artifacts"]["index"] for s in summaries}) == 1
+    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 3

@@ -151,16 +151,7 @@ class DenseRetriever(Retriever):
         try:
             index = faiss.index_factory(width, self.factory, faiss.METRIC_INNER_PRODUCT)
             if not index.is_trained:
-                # Evenly spaced rows: the sample is the same on every machine.
-                chosen = np.linspace(0, total - 1, min(total, self.train_sample)).astype(np.int64)
-                starts = np.cumsum([0, *(len(b) for b in self._blocks)])
-                sample = np.concatenate(
-                    [
-                        b[chosen[(chosen >= s) & (chosen < s + len(b))] - s]
-                        for s, b in zip(starts, self._blocks, strict=False)
-                    ]
-                )
-                index.train(np.ascontiguousarray(sample, dtype=np.float32))
+                index.train(self._training_sample(total, width))
             for block in self._blocks:
                 index.add(np.ascontiguousarray(block, dtype=np.float32))
         except RuntimeError as error:
@@ -169,6 +160,17 @@ class DenseRetriever(Retriever):
                 f"{str(error).split('Error: ')[-1].strip()}. With few documents use Flat or HNSW32"
             ) from error
         return index
+
+    def _training_sample(self, total: int, width: int) -> FloatArray:
+        """Evenly spaced rows: the same on every machine."""
+        chosen = np.linspace(0, total - 1, min(total, self.train_sample)).astype(np.int64)
+        sample = np.empty((len(chosen), width), dtype=np.float32)
+        start = filled = 0
+        for block in self._blocks:
+            rows = chosen[filled : np.searchsorted(chosen, start + len(block))] - start
+            sample[filled : filled + len(rows)] = block[rows]
+            start, filled = start + len(block), filled + len(rows)
+        return sample
 
     def write_files(self, folder: Path) -> None:
         """The vectors, and the faiss index where it is not Flat."""
@@ -190,7 +192,9 @@ class DenseRetriever(Retriever):
         if self.factory != "Flat":
             import faiss
 
-            self._faiss = faiss.read_index(str(folder / FAISS_FILE), faiss.IO_FLAG_MMAP)
+            # Two ways to map: inverted lists by the one, flat codes and HNSW's vectors by the other.
+            flag = faiss.IO_FLAG_MMAP if "IVF" in self.factory else faiss.IO_FLAG_MMAP_IFC
+            self._faiss = faiss.read_index(str(folder / FAISS_FILE), flag)
 
     # --- searching ----------------------------------------------------------------------------------------
 
