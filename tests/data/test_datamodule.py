@@ -241,6 +241,55 @@ def test_conversations_need_a_path(tmp_path: Path) -> None:
         Conversations(str(path), validation_conversations=2).prepare()
 
 
+def test_documents_of_ones_own_replace_the_corpus(folder: Path, tmp_path: Path) -> None:
+    (folder / "corpus.jsonl").rename(tmp_path / "mine.jsonl")
+    with pytest.raises(
+        DataError,
+        match=r"expected corpus.jsonl and questions.jsonl .*found JSONL files: mine.jsonl, questions.jsonl",
+    ):
+        MultiHopQA(str(folder)).prepare()
+    data = MultiHopQA(str(folder), 8, corpus=str(tmp_path / "mine.jsonl"))
+    data.prepare()
+    assert data.corpus is not None and data.corpus[1].doc_id == "p1"
+    assert data.counts["passages"] == 100 and data.counts["corpus_files"] == 1
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("Some text.")
+    with pytest.raises(
+        DataError, match=r"questions.jsonl:1: key 'supporting_ids': 'p0', .*no passage of the corpus"
+    ):
+        MultiHopQA(str(folder), corpus=str(tmp_path / "docs")).prepare()
+    with pytest.raises(
+        ConfigError, match=r"data.chunk_tokens=100 is about data.corpus, and data.corpus is null"
+    ):
+        MultiHopQA(str(folder), chunk_tokens=100).prepare()
+
+
+def test_the_corpus_can_be_read_alone(folder: Path, tmp_path: Path) -> None:
+    (folder / "questions.jsonl").unlink()
+    assert [d.doc_id for d in MultiHopQA(str(folder)).read_corpus() or []][:2] == ["p0", "p1"]
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("One two three four. " * 60)
+    for data in (MultiHopQA(corpus=str(tmp_path / "docs")), Conversations(corpus=str(tmp_path / "docs"))):
+        assert [d.doc_id for d in data.read_corpus() or []] == ["a.txt#0", "a.txt#1"]
+        assert data.counts["passages"] == 2 and not data.train
+    assert Conversations().read_corpus() is None
+
+
+def test_conversations_with_documents(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", [conversation(n, f"Opening {n}") for n in range(10)])
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("# Title\n\nOne two three four.\n")
+    data = Conversations(str(path), corpus=str(tmp_path / "docs"))
+    data.prepare()
+    assert [d.title for d in data.corpus or []] == ["Title"]
+    assert data.counts["passages"] == 1 and data.counts["train_conversations"] == 8
+    assert data.tokenizer_texts()[0] == "Title\n# Title\n\nOne two three four.\n"
+    before = data.fingerprint
+    (tmp_path / "docs" / "a.md").write_text("# Title\n\nOne two three five.\n")
+    data.prepare()
+    assert data.fingerprint != before
+
+
 @pytest.mark.parametrize(("option", "target"), [("multihop_qa", MultiHopQA), ("chat", Conversations)])
 def test_the_yaml_lists_every_parameter_with_its_default(option: str, target: Callable[..., Any]) -> None:
     text = (CONF / f"{option}.yaml").read_text(encoding="utf-8")

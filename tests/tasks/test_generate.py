@@ -122,6 +122,35 @@ def test_documents_of_the_retriever(execute: Execute, run_folder: Path) -> None:
     assert "hop 1: " in result.out
 
 
+@pytest.mark.parametrize("retriever", ["bm25", "hybrid"])
+def test_documents_of_ones_own(execute: Execute, run_folder: Path, tmp_path: Path, retriever: str) -> None:
+    docs = tmp_path / "my docs"
+    (docs / "sub").mkdir(parents=True)
+    filler = "Nothing of note happened on that day. " * 60
+    (docs / "sub" / "plan.md").write_text(
+        f"# Plan\n\n{filler}\n\n## Bridges\n\nThe Quillon bridge opens in May.\n"
+    )
+    (docs / "notes.txt").write_text(filler)
+    (docs / "broken.jsonl").write_text('{"text"')
+    common = ["task=generate", f"model.path={run_folder}", "prompt=When does the Quillon bridge open?"]
+    common += [
+        "data=chat",
+        f"retriever={retriever}",
+        "use_retrieval=true",
+        "max_new_tokens=2",
+        "max_seq_len=2000",
+    ]
+    result = execute(*common, f"data.corpus={docs}", "retriever.max_hops=1", "retriever.top_k_per_hop=2")
+    assert result.summary["status"] == "finished", result.err
+    (found,) = [m for m in result.samples[0]["messages"] if m["role"] == "retrieval"]
+    best = found["documents"][0]
+    assert best["doc_id"].startswith("sub/plan.md#") and best["title"] == "Plan > Bridges"
+    assert best["text"] == "## Bridges\n\nThe Quillon bridge opens in May."
+    assert "broken.jsonl:1: expected one JSON object" in result.out and "1 bad lines" in result.out
+    failed = execute(*common)
+    assert "data=chat has none; set data.corpus=FILE_OR_FOLDER" in failed.summary["error"]
+
+
 def test_generate_reads_no_data_without_retrieval(
     execute: Execute, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

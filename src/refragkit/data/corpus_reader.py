@@ -79,8 +79,8 @@ class CorpusReader:
             if other != file or len(first_use) == found.counts["passages"]:
                 where = f"twice in {file}" if other == file else f"in {other} and in {file}"
                 raise DataError(
-                    f"data.corpus={self.source}: the id {passage.doc_id!r} is used {where}; ids must be unique in the whole"
-                    " corpus: rename one, or leave the key id out to have ids made of file and line"
+                    f"data.corpus={self.source}: the id {passage.doc_id!r} is used {where}; ids must be unique in the"
+                    " whole corpus: rename one, or leave the key id out to have ids made of file and line"
                 )
             found.counts["passages"] += 1
             yield passage
@@ -141,14 +141,22 @@ def _section_spans(source: SourceDocument, chunker: Chunker) -> Iterator[tuple[S
             yield part, (part.start + a, part.start + b)
 
 
+_COUNTS = {
+    "file": "corpus_bad_files",
+    "line": "corpus_bad_lines",
+    "other": "corpus_other_files",
+    "link": "corpus_refused_links",
+}
+
+
 class _Findings:
     """What a reading came upon: the documents, and an account of everything that was left out."""
 
     def __init__(self, source: str | Path) -> None:
         self.source = source
         self.single = Path(source).expanduser().is_file()
-        names = ("files", "documents", "bad_files", "bad_lines", "other_files", "refused_links")
-        self.counts = {"passages": 0, **{f"corpus_{name}": 0 for name in names}}
+        self.counts = dict.fromkeys(("passages", "corpus_files", "corpus_documents", *_COUNTS.values()), 0)
+        self._places = 0
         self._shown: list[str] = []
         self._other: Counter[str] = Counter()
 
@@ -156,7 +164,7 @@ class _Findings:
         """The documents with the file of each."""
         for file in corpus_files(self.source):
             if isinstance(file, Problem):
-                self._note(file)
+                self._note([file.message], 1, file.kind)
             else:
                 yield from self._read(file)
         if not self.counts["corpus_documents"]:
@@ -164,29 +172,35 @@ class _Findings:
 
     def _read(self, file: CorpusFile) -> Iterator[tuple[SourceDocument, str]]:
         before = self.counts["corpus_documents"]
+        problems: dict[str, list[str]] = {"line": [], "file": []}
+        n_lines = 0
         for item in read_file(file):
-            if isinstance(item, Problem):
-                self._note(item)
-            else:
+            if not isinstance(item, Problem):
                 self.counts["corpus_documents"] += 1
                 yield item, file.name
-        if self.counts["corpus_documents"] > before:
-            self.counts["corpus_files"] += 1
-        if self.single and self._shown:
-            n_problems = self.counts["corpus_bad_lines"] + self.counts["corpus_bad_files"]
-            raise DataError(f"data.corpus: {bad_lines(file.path, self._shown, n_problems)}")
+                continue
+            n_lines += item.kind == "line"
+            if len(problems[item.kind]) < MAX_REPORTED_LINES:
+                problems[item.kind].append(item.message)
+        self.counts["corpus_files"] += self.counts["corpus_documents"] > before
+        found = problems["file"] + problems["line"]
+        if self.single and found:
+            n_problems = n_lines + len(problems["file"])
+            raise DataError(f"data.corpus: {bad_lines(file.path, found[:MAX_REPORTED_LINES], n_problems)}")
+        self._note(problems["line"], n_lines, "line")
+        self._note(problems["file"], len(problems["file"]), "file")
 
-    def _note(self, problem: Problem) -> None:
-        if problem.kind == "other":
-            self.counts["corpus_other_files"] += 1
-            self._other[problem.message] += 1
-            return
-        key = {"file": "corpus_bad_files", "line": "corpus_bad_lines", "link": "corpus_refused_links"}
-        self.counts[key[problem.kind]] += 1
-        if len(self._shown) < (MAX_REPORTED_LINES if self.single else MAX_WARNINGS):
-            self._shown.append(problem.message)
-            if not self.single:
-                log.warning("data.corpus: left out %s", problem.message)
+    def _note(self, messages: list[str], count: int, kind: str) -> None:
+        """Count what was left out of one place and warn of it, the first few times."""
+        self.counts[_COUNTS[kind]] += count
+        if kind == "other":
+            self._other.update(messages)
+        elif messages:
+            self._places += 1
+            more = f" (and {count - 1} more bad lines in this file)" if count > 1 else ""
+            if self._places <= MAX_WARNINGS:
+                self._shown.append(messages[0] + more)
+                log.warning("data.corpus: left out %s%s", messages[0], more)
 
     def report(self) -> None:
         """Log what was read and what was left out."""
@@ -197,9 +211,8 @@ class _Findings:
         ]
         if self._other:
             left_out.append(f"{counts['corpus_other_files']} files of other types ({self._others()})")
-        n_problems = counts["corpus_bad_files"] + counts["corpus_bad_lines"] + counts["corpus_refused_links"]
-        if n_problems > len(self._shown):
-            log.warning("data.corpus: ... and %d more were left out", n_problems - len(self._shown))
+        if self._places > MAX_WARNINGS:
+            log.warning("data.corpus: problems in %d more files, not shown", self._places - MAX_WARNINGS)
         log.info(
             "data.corpus=%s: %d passages of %d documents in %d files; left out: %s",
             self.source,
@@ -210,13 +223,12 @@ class _Findings:
         )
 
     def _nothing(self) -> str:
-        counts = self.counts
-        tried = counts["corpus_bad_files"] + counts["corpus_bad_lines"] + counts["corpus_refused_links"]
         head = f"data.corpus={self.source}: no document could be read"
-        if not tried:
+        if not self._places:
             found = f"only files of other types ({self._others()})" if self._other else "nothing"
             return f"{head}: expected .jsonl, .md, .parquet or .txt files in this folder, found {found}"
-        more = f"\n  ... and {tried - len(self._shown)} more" if tried > len(self._shown) else ""
+        left = self._places - len(self._shown)
+        more = f"\n  ... and problems in {left} more files" if left else ""
         return "\n  ".join([f"{head}:", *self._shown]) + more
 
     def _others(self) -> str:

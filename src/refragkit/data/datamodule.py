@@ -231,7 +231,10 @@ class MultiHopQA(DataModule):
             max_train_questions=self.max_train_questions,
             max_validation_questions=self.max_validation_questions,
         )
-        folder, corpus = self._folder(), self.read_corpus() or []
+        folder = self._folder()
+        if not any((folder / name).is_file() for name in ("questions.jsonl", "train.jsonl")):
+            self._incomplete(folder)
+        corpus = self.read_corpus() or []
         doc_ids = corpus.table.positions if isinstance(corpus, DocumentStore) else {d.doc_id for d in corpus}
         train_file, validation_file = folder / "train.jsonl", folder / "validation.jsonl"
         if validation_file.is_file() and train_file.is_file():
@@ -272,9 +275,6 @@ class MultiHopQA(DataModule):
                 f"data.path={self.path}: expected a folder with {self._expected()}, but it {problem}; "
                 "data.path=null uses the bundled sample"
             )
-        names = ("questions.jsonl", "train.jsonl")
-        if not any((folder / n).is_file() for n in names):
-            self._incomplete(folder)
         return folder
 
     def _own_corpus(self) -> Sequence[Document]:

@@ -5,6 +5,7 @@ What can't be read becomes a `Problem` between the documents; whoever reads deci
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -217,8 +218,14 @@ def _passage(record: Record, name: str, number: int) -> SourceDocument:
     doc_id = record.identifier("id", default=f"{name}:{number}")  # many collections number their passages
     title = record.string("title", default="", may_be_empty=True)
     text = record.string("text", may_be_empty=True)
-    # A key "source" of the user's own is kept
-    return SourceDocument(Document(doc_id, title, text, {"source": name, **record.rest()}), is_passage=True)
+    metadata = {"source": name, **record.rest()}  # a key "source" of the user's own wins
+    try:
+        json.dumps(metadata, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise LineError(
+            "expected valid Unicode, got a lone surrogate in one of the keys besides id and text"
+        ) from None
+    return SourceDocument(Document(doc_id, title, text, metadata), is_passage=True)
 
 
 def _json_value(value: Any) -> Any:

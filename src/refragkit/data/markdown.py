@@ -87,10 +87,15 @@ def _headings(text: str, start: int) -> list[tuple[int, int, int, str]]:
         elif match["hashes"]:
             title = re.sub(r"(?:^|[ \t])#+$", "", (match["title"] or "").strip())
             found.append((match.start(), match.end(), len(match["hashes"]), _plain(title)))
-        elif match.start() == 0 or text.endswith(("\n\n", "\n\r\n"), 0, match.start()):
+        elif _follows_blank_line(text, match.start()):
             level = 1 if match["line"][0] == "=" else 2
             found.append((match.start(), match.end(), level, _plain(match["text"])))
     return found
+
+
+def _follows_blank_line(text: str, start: int) -> bool:
+    before = "\n" + text[max(start - 3, 0) : start]
+    return start == 0 or before.endswith(("\n\n", "\n\r\n"))
 
 
 def _plain(title: str) -> str:
