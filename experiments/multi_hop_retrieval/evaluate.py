@@ -7,68 +7,81 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from refragkit.data.corpus import load_corpus
 from refragkit.data.questions import load_questions
 from refragkit.retrievers.bm25 import bm25
 from refragkit.retrievers.dense import dense
-from refragkit.retrievers.encoder import SentenceEncoder
-from refragkit.retrievers.hybrid import hybrid
+from refragkit.retrievers.hybrid import HybridRetriever, hybrid
 from refragkit.retrievers.multi_hop import MultiHopRetriever
 from refragkit.retrievers.planners.expand import ExpandPlanner
 from refragkit.retrievers.planners.fit_expand import fit_expand, in_tuning_part
 from refragkit.tasks.evaluate_retrieval import as_table, evaluate_retrieval
-from refragkit.types import Question
+from refragkit.types import Hop, Question
 
 RETRIEVERS = {"hybrid": hybrid, "dense": dense, "bm25": bm25}
 
 
-def speed(folder: Path, retriever: MultiHopRetriever, questions: list[Question]) -> None:
-    """CPU seconds of the loop against those of its parts alone, and of a loop over single questions."""
+def speed(retriever: MultiHopRetriever, questions: list[Question]) -> None:
+    """Two hops for all questions at once, against the parts alone and against one question at a time.
+
+    Every measurement starts without any query vector, neither in memory nor on disk.
+    """
     import faiss
+    import torch
 
     base = retriever.retriever
-    encoder: SentenceEncoder = base.dense.encoder  # type: ignore[attr-defined]
-    encoder.encode(["warm up"] * 8)
+    if not isinstance(base, HybridRetriever):
+        raise SystemExit("--speed measures the hybrid retriever: add --retriever hybrid")
+    encoder, bm25_part, depth = base.dense.encoder, base.bm25, base.pool
+    retriever.warm_up()
+    retriever.retrieve(questions[:4], max_hops=2)
 
-    def fresh() -> None:  # no vector of an earlier run
-        encoder.cache_dir = None
-        encoder._queries.clear()
+    def timed(action: Callable[[], Any]) -> tuple[float, float]:
+        with TemporaryDirectory() as folder:
+            encoder._queries.clear()
+            encoder.cache_dir = Path(folder)
+            wall, cpu = time.perf_counter(), time.process_time()
+            action()
+            return time.perf_counter() - wall, time.process_time() - cpu
 
-    fresh()
-    started = time.process_time()
-    hops = retriever.retrieve(questions, max_hops=2)
-    loop = time.process_time() - started
+    hops: list[tuple[Hop, ...]] = []
+    together = timed(lambda: hops.extend(retriever.retrieve(questions, max_hops=2)))
     batches = [[trail[n].query for trail in hops if len(trail) > n] for n in (0, 1)]
-    fresh()
-    started = time.process_time()
-    vectors = [encoder.encode_queries(queries) for queries in batches]
-    encoding = time.process_time() - started
-    started = time.process_time()
-    for rows, queries in zip(vectors, batches, strict=True):
-        faiss.knn(rows, base.dense._matrix(), base.pool, metric=faiss.METRIC_INNER_PRODUCT)  # type: ignore[attr-defined]
-        for stems in base.bm25._stems(queries):  # type: ignore[attr-defined]
-            np.argpartition(-base.bm25._scores(stems), base.pool)[: base.pool]  # type: ignore[attr-defined]
-    searching = time.process_time() - started
-    print(f"loop {loop:.1f} s; encoder {encoding:.1f} s + faiss and bm25 {searching:.1f} s; ", end="")
-    print(f"ratio {loop / (encoding + searching):.2f}")
-    some = questions[::14]
-    fresh()
-    started = time.perf_counter()
-    retriever.retrieve(some, max_hops=2)
-    together = time.perf_counter() - started
-    fresh()
-    started = time.perf_counter()
-    for question in some:
-        retriever.retrieve([question], max_hops=2)
-    apart = time.perf_counter() - started
-    print(
-        f"{len(some)} questions: {together:.2f} s in a batch, {apart:.2f} s one by one ({apart / together:.1f}x)"
+    vectors: list[Any] = []
+    encoding = timed(lambda: vectors.extend(encoder.encode(queries) for queries in batches))
+    matrix = np.ascontiguousarray(base.dense._matrix())
+    dense_search = timed(
+        lambda: [faiss.knn(rows, matrix, depth, metric=faiss.METRIC_INNER_PRODUCT) for rows in vectors]
     )
+    bm25_search = timed(lambda: [bm25_part.top(queries, depth) for queries in batches])
+    apart = timed(lambda: [retriever.retrieve([question], max_hops=2) for question in questions])
+    parts = tuple(map(sum, zip(encoding, dense_search, bm25_search, strict=True)))
+    table = Table(
+        "", "wall s", "CPU s", title=f"{len(questions)} questions, {torch.get_num_threads()} threads"
+    )
+    for name, (wall, cpu) in {
+        f"encoder, {sum(map(len, batches))} queries": encoding,
+        f"faiss, the first {depth}": dense_search,
+        f"BM25, the first {depth}": bm25_search,
+        "two hops, all questions at once": together,
+        "two hops, one question at a time": apart,
+    }.items():
+        table.add_row(name, f"{wall:.2f}", f"{cpu:.2f}")
+    for name, one, other in (
+        ("all at once / (encoder + faiss + BM25)", together, parts),
+        ("one at a time / all at once", apart, together),
+    ):
+        table.add_row(name, f"{one[0] / other[0]:.2f}x", f"{one[1] / other[1]:.2f}x")
+    Console().print(table)
 
 
 def main() -> None:
@@ -101,10 +114,10 @@ def main() -> None:
     for flag, name in parts.items():
         rows = evaluate_retrieval(
             retriever, split[flag], max_hops=arguments.max_hops, top_k_per_hop=arguments.top_k_per_hop
-        )
+        ).rows
         Console(width=190).print(as_table(rows, f"{arguments.retriever}, {arguments.planner}: {name}"))
     if arguments.speed:
-        speed(arguments.folder, retriever, list(questions))
+        speed(retriever, list(questions))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def features(corpus: list[Document], seeds: dict[str, float]) -> dict[str, dict[
     """Feature values by document and name, for the whole corpus as the pool."""
     graph = PassageGraph.build(corpus)
     position = {d.doc_id: i for i, d in enumerate(corpus)}
-    ids, _ = graph.term_ids(QUESTION)
+    ids = np.array(graph.term_ids(QUESTION)[0])
     terms = QuestionTerms(ids, float(graph.idf[ids].sum()), {position["film_a"]: None})
     pool = np.arange(len(corpus))
     compute = EvidenceFeatures(graph)

@@ -66,7 +66,7 @@ def test_rare_terms_weigh_more_and_names_are_marked(corpus: list[Document]) -> N
     span = slice(*graph.terms.starts[2:4])
     marked = {int(t) for t, n in zip(graph.terms.values[span], graph.is_name[span], strict=True) if n}
     assert {graph.vocabulary[s] for s in ("marta", "lindqvist", "sweden", "1920", "1999")} == marked
-    assert graph.term_ids("sourdough sourdough unheardof")[0].tolist() == [graph.vocabulary["sourdough"]]
+    assert graph.term_ids("sourdough sourdough unheardof")[0] == [graph.vocabulary["sourdough"]]
     assert graph.term_ids("sourdough unheardof")[1] == 1
 
 

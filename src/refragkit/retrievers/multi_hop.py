@@ -153,7 +153,7 @@ class MultiHopRetriever:
             found = self.retriever.search_for(
                 [t.question for t in active], queries, max(wanted, depth), [t.found.keys() for t in active]
             )
-            for trail, hits in zip(active, found, strict=True):
+            for trail, hits in zip(active, found, strict=True) if depth else ():
                 trail.seen.update((h.doc_id, h) for h in hits if h.doc_id not in trail.seen)
             merged = self.planner.merge(active, queries, [hits[:wanted] for hits in found], k)
             latency = (time.perf_counter() - started) / len(active)

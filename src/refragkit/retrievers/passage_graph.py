@@ -143,11 +143,11 @@ class PassageGraph:
         weights = self.idf[self.titles.values[indices]]
         return np.asarray(np.bincount(rows, weights=weights, minlength=len(self.titles)), dtype=np.float64)
 
-    def term_ids(self, text: str) -> tuple[IntArray, int]:
+    def term_ids(self, text: str) -> tuple[list[int], int]:
         """The ids of a text's distinct stems, and how many of its stems no passage has."""
         stems = dict.fromkeys(self.stem(text))
         ids = [self.vocabulary[s] for s in stems if s in self.vocabulary]
-        return np.array(ids, dtype=np.int64), len(stems) - len(ids)
+        return ids, len(stems) - len(ids)
 
     # --- building and caching -----------------------------------------------------------------------------
 

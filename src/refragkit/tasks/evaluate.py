@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from refragkit.errors import ConfigError
-
-if TYPE_CHECKING:
-    from refragkit.experiment import Run
+from refragkit.experiment import Run
 
 Split = Literal["all", "train", "validation"]
 

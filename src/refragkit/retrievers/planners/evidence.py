@@ -65,9 +65,10 @@ class EvidenceFeatures:
     def __init__(self, graph: PassageGraph) -> None:
         """Prepare for the passages of a graph."""
         self.graph = graph
-        # Scratch: all zero and all false between calls.
+        # Scratch: all zero, all false and all -1 between calls.
         self._weight = np.zeros(len(graph.vocabulary))
         self._mark = np.zeros(len(graph.vocabulary), dtype=bool)
+        self._row = np.full(len(graph.terms), -1, dtype=np.int64)
 
     def _without(self, ids: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
         """The ids that are not among the others."""
@@ -76,6 +77,19 @@ class EvidenceFeatures:
         self._mark[others] = False
         return kept
 
+    def _occurrences(
+        self, pool: IntArray, parts: Sequence[NDArray[Any]]
+    ) -> tuple[NDArray[np.int32], IntArray]:
+        """Where the given terms stand in the candidates: their ids, and the candidate's number for each."""
+        indices, rows = self.graph.terms.span(pool)
+        terms = self.graph.terms.values[indices]
+        for ids in parts:
+            self._mark[ids] = True
+        among = np.flatnonzero(self._mark[terms])
+        for ids in parts:
+            self._mark[ids] = False
+        return terms[among], rows[among]
+
     def coverage(self, ids: NDArray[Any], span: tuple[NDArray[np.int32], IntArray], size: int) -> FloatArray:
         """Summed rarity of the given terms in each of ``size`` documents whose terms lie at ``span``."""
         terms, rows = span
@@ -83,6 +97,12 @@ class EvidenceFeatures:
         sums = np.bincount(rows, weights=self._weight[terms], minlength=size)
         self._weight[ids] = 0.0
         return np.asarray(sums, dtype=np.float64)
+
+    def _names(self, document: int) -> NDArray[np.int32]:
+        """The ids of the stems that a document writes as names."""
+        own = slice(self.graph.terms.starts[document], self.graph.terms.starts[document + 1])
+        names: NDArray[np.int32] = self.graph.terms.values[own][self.graph.is_name[own]]
+        return names
 
     def __call__(
         self,
@@ -107,14 +127,17 @@ class EvidenceFeatures:
         graph, total = self.graph, question.total or 1.0
         x = np.zeros((len(pool), len(FEATURES)))
         column = {name: x[:, i] for i, name in enumerate(FEATURES)}
-        row_of = {int(p): i for i, p in enumerate(pool)}
-        indices, rows = graph.terms.span(pool)
-        span, n = (graph.terms.values[indices], rows), len(pool)
+        n = len(pool)
+        names = [self._without(self._names(seed), question.ids) for seed in list(seeds)[:NAME_SEEDS]]
+        # Of all the candidates' terms only these are ever weighed.
+        span = self._occurrences(pool, [question.ids, *names])
+        self._row[pool] = np.arange(n)
         column["relevance"][:] = relevance
         column["follow_up"][:] = follow_up
-        column["named"][:] = [float(int(p) in question.named) for p in pool]
+        named = self._row[np.fromiter(question.named, dtype=np.int64, count=len(question.named))]
+        column["named"][named[named >= 0]] = 1.0
         column["covered"][:] = self.coverage(question.ids, span, n) / total
-        column["popularity"][:] = np.log1p(np.diff(graph.backlinks.starts)[pool])
+        column["popularity"][:] = np.log1p(graph.backlinks.starts[pool + 1] - graph.backlinks.starts[pool])
         column["copies"][:] = np.log(graph.copies[pool])
         link_indices, link_rows = graph.links.span(pool)
         pool_links = graph.links.values[link_indices]
@@ -122,32 +145,29 @@ class EvidenceFeatures:
             missing = self._without(question.ids, graph.terms[seed])
             brings = self.coverage(missing, span, n) / total
             first = int(graph.links.starts[seed])
-            for offset, target in enumerate(graph.links[seed]):
-                row = row_of.get(int(target))
-                if row is None:
-                    continue
-                column["link_count"][row] += 1
-                if strength > column["linked"][row]:
-                    self._weight[question.ids] = graph.idf[question.ids]
-                    context = float(self._weight[graph.contexts[first + offset]].sum())
-                    self._weight[question.ids] = 0.0
-                    column["linked"][row] = strength
-                    column["link_missing"][row] = brings[row]
-                    column["link_context"][row] = context / total
-                    column["link_early"][row] = 1.0 / (1.0 + graph.link_position[first + offset] / 10.0)
-            back = np.unique(link_rows[pool_links == seed])
+            rows = self._row[graph.links[seed]]
+            column["link_count"][rows[rows >= 0]] += 1
+            stronger = np.flatnonzero((rows >= 0) & (strength > column["linked"][rows]))
+            if len(stronger):
+                rows, links = rows[stronger], stronger + first
+                column["linked"][rows] = strength
+                column["link_missing"][rows] = brings[rows]
+                column["link_early"][rows] = 1.0 / (1.0 + graph.link_position[links] / 10.0)
+                indices, numbers = graph.contexts.span(links)
+                context = (graph.contexts.values[indices], numbers)
+                column["link_context"][rows] = self.coverage(question.ids, context, len(links)) / total
+            back = link_rows[pool_links == seed]
             back = back[strength > column["links_back"][back]]
             column["links_back"][back] = strength
             column["back_missing"][back] = brings[back]
             if number < NAME_SEEDS:
-                own = slice(graph.terms.starts[seed], graph.terms.starts[seed + 1])
-                names = graph.terms.values[own][graph.is_name[own]]
-                shared = self.coverage(self._without(names, question.ids), span, n)
+                shared = self.coverage(names[number], span, n)
                 shared = strength * shared / (shared + 20.0)
-                if seed in row_of:  # a passage shares all its names with itself
-                    shared[row_of[seed]] = 0.0
+                if self._row[seed] >= 0:  # a passage shares all its names with itself
+                    shared[self._row[seed]] = 0.0
                 np.maximum(column["shared_names"], shared, out=column["shared_names"])
                 np.maximum(column["shared_missing"], shared * brings, out=column["shared_missing"])
+        self._row[pool] = -1
         return x
 
 

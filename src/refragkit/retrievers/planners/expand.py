@@ -21,7 +21,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from refragkit.retrievers.base import Retriever
+from refragkit.retrievers.base import Retriever, best_first
 from refragkit.retrievers.links import WORD
 from refragkit.retrievers.passage_graph import PassageGraph
 from refragkit.retrievers.planners.base import QueryPlanner, Trail
@@ -107,7 +107,6 @@ class ExpandPlanner(QueryPlanner):
         self.index_path = self._graph.path
         self._features = EvidenceFeatures(self._graph)
         self._asking = frozenset(self._graph.stem(_ASKING_TEXT))
-        self._position = {d.doc_id: i for i, d in enumerate(retriever.documents)}
         if self._model is None:
             self._model = EvidenceModel.load()
 
@@ -125,7 +124,8 @@ class ExpandPlanner(QueryPlanner):
         if not self._graph.has_links:
             return None
         memory: Memory = trail.memory
-        found = {self._position[i] for i in trail.found}
+        position = self._retriever._positions
+        found = {position[i] for i in trail.found}
         if (
             memory.evidence
             and max((p for d, p in memory.evidence.items() if d not in found), default=0) < STOP_BELOW
@@ -142,20 +142,20 @@ class ExpandPlanner(QueryPlanner):
     def _query(self, question: str, terms: QuestionTerms, seed: int) -> str:
         """The seed's rarest names that the question doesn't have, then the question's words the seed lacks."""
         graph = self._graph
-        asked = {int(i) for i in terms.ids}
+        asked = set(terms.ids.tolist())
         names: dict[str, float] = {}
         for name in dict.fromkeys(_NAME.findall(self._retriever.documents[seed].text)):
             ids, _ = graph.term_ids(name)
-            if len(ids) and not asked.issuperset(int(i) for i in ids):
+            if not asked.issuperset(ids):
                 names[name] = float(graph.idf[ids].max())
         rarest = sorted(names, key=lambda n: -names[n])[:QUERY_NAMES]
         if not rarest:
             return ""
-        has = {int(i) for i in graph.terms[seed]}
+        has = set(graph.terms[seed].tolist())
         missing = []
         for word in dict.fromkeys(WORD.findall(question)):
             ids, unknown = graph.term_ids(word)
-            if unknown or any(int(i) in asked and int(i) not in has for i in ids):
+            if unknown or any(i in asked and i not in has for i in ids):
                 missing.append(word)
         return " ".join([*rarest, *missing])
 
@@ -169,36 +169,44 @@ class ExpandPlanner(QueryPlanner):
             for trail, hits in zip(trails, found, strict=True):
                 trail.memory = list(hits)
             return [list(hits[:k]) for hits in found]
+        position = self._retriever._positions
         seeds = []
-        for trail, hits in zip(trails, found, strict=True):
+        for trail, query, hits in zip(trails, queries, found, strict=True):
             if trail.memory is None:
                 trail.memory = Memory(self._terms(trail.question.question))
-            seeds.append(
-                self._extend(trail.memory, [self._position[h.doc_id] for h in hits], bool(trail.hops))
-            )
-        self._score(trails, queries, found)
+            # A best score of 0 or below is no unit to measure others with.
+            unit = hits[0].score if hits and hits[0].score > 0 else 1.0
+            scores = {position[h.doc_id]: h.score / unit for h in hits}
+            trail.memory.scores[query] = QueryScores(unit, scores)
+            seeds.append(self._extend(trail.memory, list(scores), bool(trail.hops)))
+        self._score(trails)
         for trail, start in zip(trails, seeds, strict=True):
             memory: Memory = trail.memory
             self._weigh_strength(trail)
             if trail.hops:
                 self._weigh_evidence(memory, start, trail.question.question)
-        return [self._hits(t, k, {self._position[i] for i in t.found}) for t in trails]
+        return [self._hits(t.memory, k, {position[i] for i in t.found}) for t in trails]
 
     def rank(self, trails: Sequence[Trail], k: int) -> list[list[Hit]]:
         """Every candidate that was seen, the likeliest first."""
         if not self._graph.has_links:
             return [t.memory[:k] for t in trails]
-        return [self._hits(t, k, set()) for t in trails]
+        return [self._hits(t.memory, k, set()) for t in trails]
 
-    def _hits(self, trail: Trail, k: int, known: set[int]) -> list[Hit]:
+    def _hits(self, memory: Memory, k: int, known: set[int]) -> list[Hit]:
         documents = self._retriever.documents
-        ranked = [(-value, documents[d].doc_id, d) for d, value in trail.memory.best() if d not in known]
-        return [Hit(documents[d], -value) for value, _, d in sorted(ranked)[:k]]
+        values = {d: v for d, v in (memory.evidence or memory.strength).items() if d not in known}
+        positions = np.fromiter(values, dtype=np.int64, count=len(values))
+        scores = np.fromiter(values.values(), dtype=np.float64, count=len(values))
+        best = best_first(scores, positions, self._retriever._id_rank, k)
+        ranked = zip(positions[best].tolist(), scores[best].tolist(), strict=True)
+        return [Hit(documents[d], score) for d, score in ranked]
 
     def _terms(self, question: str) -> QuestionTerms:
         graph = self._graph
         text = " ".join(w for w in WORD.findall(question) if not self._asking.issuperset(graph.stem(w)))
-        ids, unknown = graph.term_ids(text)
+        stems, unknown = graph.term_ids(text)
+        ids = np.array(stems, dtype=np.int64)
         total = float(graph.idf[ids].sum()) + unknown * math.log(len(graph.terms))
         return QuestionTerms(ids, total, dict.fromkeys(graph.title_index.mentions(question)))
 
@@ -225,15 +233,11 @@ class ExpandPlanner(QueryPlanner):
         allowed = self._allowed
         memory.pool.update(dict.fromkeys(d for d in candidates if allowed is None or allowed[d]))
 
-    def _score(self, trails: Sequence[Trail], queries: Sequence[str], found: Sequence[Sequence[Hit]]) -> None:
+    def _score(self, trails: Sequence[Trail]) -> None:
         """Complete every query's scores for the pools, in one batch."""
         jobs: list[tuple[str, QueryScores, list[int]]] = []
-        for trail, query, hits in zip(trails, queries, found, strict=True):
+        for trail in trails:
             memory: Memory = trail.memory
-            # A best score of 0 or below is no unit to measure others with.
-            unit = hits[0].score if hits and hits[0].score > 0 else 1.0
-            known = {self._position[h.doc_id]: h.score / unit for h in hits}
-            memory.scores[query] = QueryScores(unit, known)
             for asked, scores in memory.scores.items():
                 new = [d for d in memory.pool if d not in scores.of]
                 if new:
