@@ -35,6 +35,25 @@ def test_equals_conv1d_in_value_and_gradient(taps: int, T: int, with_history: bo
     torch.testing.assert_close(causal_conv(x, history, weight, None), plain - bias)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_silu_and_packing_in_value_and_gradient(packed: bool) -> None:
+    x, history, weight, bias = problem(4, 7)
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3, 4], [0, 0, 0, 0, 1, 2, 3]]) if packed else None
+    inputs = (x, weight, bias) if packed else (x, history, weight, bias)
+    past = None if packed else history
+    y = causal_conv(x, past, weight, bias, positions, silu=True)
+    torch.testing.assert_close(y, functional.silu(causal_conv(x, past, weight, bias, positions)))
+    assert torch.autograd.gradcheck(
+        lambda *t: causal_conv(t[0], None if packed else t[1], t[-2], t[-1], positions, silu=True), inputs
+    )
+
+
+def test_bfloat16_is_computed_in_float32_and_rounded_once() -> None:
+    x, history, weight, bias = (t.detach().bfloat16() for t in problem(4, 9))
+    wanted = causal_conv(x.float(), history.float(), weight.float(), bias.float(), silu=True)
+    assert torch.equal(causal_conv(x, history, weight, bias, silu=True), wanted.bfloat16())
+
+
 def test_a_slice_of_a_wider_tensor_and_frozen_weights() -> None:
     x, _, weight, bias = problem(4, 6)
     wide = torch.cat([x, x, x], dim=2).detach().requires_grad_()

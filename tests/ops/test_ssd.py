@@ -54,6 +54,41 @@ def test_one_group_and_the_default_chunk() -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("T", [1, 9])
+def test_the_skip_term_in_value_and_gradient(T: int) -> None:
+    tensors = inputs(T, torch.float64, with_state=True)
+    D = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_()
+
+    def with_skip(function):
+        return lambda *t, **options: function(*t[:-1], D=t[-1], **options)
+
+    fast = values_and_gradients(with_skip(ssd), [*tensors, D], chunk_tokens=4)
+    for got, wanted in zip(fast, values_and_gradients(with_skip(ssd_reference), [*tensors, D]), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_chunks_that_do_not_fit_in_the_cache_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = inputs(40, torch.float64, with_state=True)
+    together = values_and_gradients(ssd, tensors, chunk_tokens=4)
+    monkeypatch.setattr("refragkit.ops.ssd._CACHE_ELEMENTS", 3 * 2 * 4 * 4 * 5)  # three chunks at a time
+    for got, wanted in zip(values_and_gradients(ssd, tensors, chunk_tokens=4), together, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_half_precision_gradients_follow_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refragkit.ops.precision.cpu_has_bf16", lambda: True)  # emulated where it is not
+    tensors = [t.detach() for t in inputs(150, torch.float32, with_state=True)]
+    half = [
+        t.bfloat16().requires_grad_() if i in (0, 3, 4) else t.clone().requires_grad_()
+        for i, t in enumerate(tensors)
+    ]
+    exact = [t.detach().double().requires_grad_() for t in half]
+    for got, wanted in zip(
+        values_and_gradients(ssd, half), values_and_gradients(ssd_reference, exact), strict=True
+    ):
+        assert (got.double() - wanted).norm() < 0.02 * wanted.norm()
+
+
 def test_strong_decay_does_not_overflow() -> None:
     tensors = inputs(40, torch.float32, with_state=True)
     with torch.no_grad():

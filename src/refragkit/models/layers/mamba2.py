@@ -90,7 +90,7 @@ class Mamba2(nn.Module):
         history = None if state is None else state.conv_state
         conv_inputs = xbc
         packed = None if layout.document_ids is None else layout.positions
-        xbc = functional.silu(causal_conv(xbc, history, self.conv1d.weight[:, 0].T, self.conv1d.bias, packed))
+        xbc = causal_conv(xbc, history, self.conv1d.weight[:, 0].T, self.conv1d.bias, packed, silu=True)
         maps = self.n_groups * self.d_state
         inputs, B, C = torch.split(xbc, [self.d_inner, maps, maps], dim=-1)
         precise = torch.promote_types(dt.dtype, torch.float32)
@@ -107,9 +107,9 @@ class Mamba2(nn.Module):
             B.reshape(batch, T, self.n_groups, self.d_state),
             C.reshape(batch, T, self.n_groups, self.d_state),
             None if state is None else state.ssm_state,
+            D=self.D,
             segment_ids=layout.document_ids,
         )
-        y = torch.addcmul(y, inputs, self.D.to(y.dtype)[:, None])
         out: Tensor = self.out_proj(self.norm(y.reshape(batch, T, self.d_inner), z))
         if not return_state:
             return out, None

@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., width]``."""
-        return _rms_norm(x, self.weight, 1, self.eps)
+        return _rms_norm(x, self.weight, self.eps)
 
 
 class GatedRMSNorm(nn.Module):
@@ -48,19 +48,18 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """Gate and normalise ``[..., width]``."""
-        dtype = torch.promote_types(z.dtype, torch.float32)
-        gated = x.to(dtype) * functional.silu(z.to(dtype))
-        return _rms_norm(gated, self.weight, self.groups, self.eps, z.dtype)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, groups: int, eps: float, out: torch.dtype | None = None) -> Tensor:
-    """Normalise in float32 at least; weights of lower precision are applied after rounding to ``out``, as trained."""
-    out = x.dtype if out is None else out
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if x.dtype == out == weight.dtype:
-        normed: Tensor = _Normalise.apply(x, weight, groups, eps)  # type: ignore[no-untyped-call]
+        normed: Tensor = _GatedNormalise.apply(x, z, self.weight, self.groups, self.eps)  # type: ignore[no-untyped-call]
         return normed
-    normed = _Normalise.apply(x, x.new_ones(x.shape[-1]), groups, eps)  # type: ignore[no-untyped-call]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise in float32 at least; weights of lower precision are applied after rounding, as trained."""
+    out = x.dtype
+    x = x.to(torch.promote_types(out, torch.float32))
+    if x.dtype == out == weight.dtype:
+        normed: Tensor = _Normalise.apply(x, weight, 1, eps)  # type: ignore[no-untyped-call]
+        return normed
+    normed = _Normalise.apply(x, x.new_ones(x.shape[-1]), 1, eps)  # type: ignore[no-untyped-call]
     return weight * normed.to(out)
 
 
@@ -94,6 +93,37 @@ class _Normalise(torch.autograd.Function):
             scale = torch.linalg.vecdot(grad_x, grouped).unsqueeze(-1) * inverse.pow(3) / grouped.shape[-1]
             grad_x = grad_x.mul_(inverse).addcmul_(grouped, scale, value=-1).flatten(-2)
         return grad_x, grad_weight, None, None
+
+
+class _GatedNormalise(torch.autograd.Function):
+    """``RMSNorm(x * silu(z))`` in float32 at least, rounded once; backward computes the product again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        precise = torch.promote_types(z.dtype, torch.float32)
+        gated = functional.silu(z.to(precise)).mul_(x).unflatten(-1, (groups, -1))
+        lengths = torch.linalg.vector_norm(gated, dim=-1, keepdim=True)
+        inverse = (lengths.square() / gated.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, z, weight, inverse)
+        return gated.mul_(inverse).flatten(-2).mul_(weight).to(z.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, z, weight, inverse = ctx.saved_tensors
+        precise = torch.promote_types(z.dtype, torch.float32)
+        x, gate, grad = inputs.to(precise), z.to(precise), grad.to(precise)
+        opened = functional.silu(gate)
+        gated = (x * opened).unflatten(-1, (inverse.shape[-2], -1))
+        grad_weight = None
+        if ctx.needs_input_grad[2]:
+            grad_weight = (gated * inverse).flatten(-2).mul_(grad).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = (grad * weight).view_as(gated)
+        # The part of the gradient along the vector only changes its length, which the norm takes out again
+        scale = torch.linalg.vecdot(grad, gated).unsqueeze(-1) * inverse.pow(3) / gated.shape[-1]
+        grad = grad.mul_(inverse).addcmul_(gated, scale, value=-1).flatten(-2)
+        grad_z = torch.ops.aten.silu_backward(grad * x, gate)
+        return grad.mul_(opened).to(inputs.dtype), grad_z.to(z.dtype), grad_weight, None, None
 
 
 class LayerNorm(nn.LayerNorm):
