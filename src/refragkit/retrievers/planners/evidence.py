@@ -69,6 +69,7 @@ class EvidenceFeatures:
         self._weight = np.zeros(len(graph.vocabulary))
         self._mark = np.zeros(len(graph.vocabulary), dtype=bool)
         self._row = np.full(len(graph.terms), -1, dtype=np.int64)
+        self._seed = np.full(len(graph.terms), -1, dtype=np.int64)
 
     def _without(self, ids: NDArray[Any], others: NDArray[Any]) -> NDArray[Any]:
         """The ids that are not among the others."""
@@ -97,6 +98,13 @@ class EvidenceFeatures:
         sums = np.bincount(rows, weights=self._weight[terms], minlength=size)
         self._weight[ids] = 0.0
         return np.asarray(sums, dtype=np.float64)
+
+    @staticmethod
+    def _first_of(rows: IntArray, n: int) -> IntArray:
+        """The index of the first occurrence of each row number below n."""
+        first = np.full(n, -1, dtype=np.int64)
+        first[rows[::-1]] = np.arange(len(rows))[::-1]
+        return first[first >= 0]
 
     def _names(self, document: int) -> NDArray[np.int32]:
         """The ids of the stems that a document writes as names."""
@@ -128,6 +136,8 @@ class EvidenceFeatures:
         x = np.zeros((len(pool), len(FEATURES)))
         column = {name: x[:, i] for i, name in enumerate(FEATURES)}
         n = len(pool)
+        starts = np.fromiter(seeds, dtype=np.int64, count=len(seeds))
+        strength = np.fromiter(seeds.values(), dtype=np.float64, count=len(seeds))
         names = [self._without(self._names(seed), question.ids) for seed in list(seeds)[:NAME_SEEDS]]
         # Of all the candidates' terms only these are ever weighed.
         span = self._occurrences(pool, [question.ids, *names])
@@ -139,34 +149,44 @@ class EvidenceFeatures:
         column["covered"][:] = self.coverage(question.ids, span, n) / total
         column["popularity"][:] = np.log1p(graph.backlinks.starts[pool + 1] - graph.backlinks.starts[pool])
         column["copies"][:] = np.log(graph.copies[pool])
-        link_indices, link_rows = graph.links.span(pool)
-        pool_links = graph.links.values[link_indices]
-        for number, (seed, strength) in enumerate(seeds.items()):
-            missing = self._without(question.ids, graph.terms[seed])
-            brings = self.coverage(missing, span, n) / total
-            first = int(graph.links.starts[seed])
-            rows = self._row[graph.links[seed]]
-            column["link_count"][rows[rows >= 0]] += 1
-            stronger = np.flatnonzero((rows >= 0) & (strength > column["linked"][rows]))
-            if len(stronger):
-                rows, links = rows[stronger], stronger + first
-                column["linked"][rows] = strength
-                column["link_missing"][rows] = brings[rows]
-                column["link_early"][rows] = 1.0 / (1.0 + graph.link_position[links] / 10.0)
-                indices, numbers = graph.contexts.span(links)
-                context = (graph.contexts.values[indices], numbers)
-                column["link_context"][rows] = self.coverage(question.ids, context, len(links)) / total
-            back = link_rows[pool_links == seed]
-            back = back[strength > column["links_back"][back]]
-            column["links_back"][back] = strength
-            column["back_missing"][back] = brings[back]
-            if number < NAME_SEEDS:
-                shared = self.coverage(names[number], span, n)
-                shared = strength * shared / (shared + 20.0)
-                if self._row[seed] >= 0:  # a passage shares all its names with itself
-                    shared[self._row[seed]] = 0.0
-                np.maximum(column["shared_names"], shared, out=column["shared_names"])
-                np.maximum(column["shared_missing"], shared * brings, out=column["shared_missing"])
+        missing = (self._without(question.ids, graph.terms[seed]) for seed in seeds)
+        # [seeds, n] what each candidate brings that the seed lacks
+        brings = np.array([self.coverage(ids, span, n) for ids in missing]).reshape(len(starts), n) / total
+
+        # Mentions in the seeds. Of several seeds that mention a candidate the first, the strongest, counts.
+        links, numbers = graph.links.span(starts)
+        rows = self._row[graph.links.values[links]]
+        column["link_count"][:] = np.bincount(rows[rows >= 0], minlength=n)
+        inside = np.flatnonzero((rows >= 0) & (strength[numbers] > 0))
+        links, numbers, rows = links[inside], numbers[inside], rows[inside]
+        first = self._first_of(rows, n)
+        links, numbers, rows = links[first], numbers[first], rows[first]
+        column["linked"][rows] = strength[numbers]
+        column["link_missing"][rows] = brings[numbers, rows]
+        column["link_early"][rows] = 1.0 / (1.0 + graph.link_position[links] / 10.0)
+        indices, numbers = graph.contexts.span(links)
+        context = (graph.contexts.values[indices], numbers)
+        column["link_context"][rows] = self.coverage(question.ids, context, len(links)) / total
+
+        # Mentions of the seeds.
+        self._seed[starts] = np.arange(len(starts))
+        links, rows = graph.links.span(pool)
+        numbers = self._seed[graph.links.values[links]]
+        self._seed[starts] = -1
+        inside = np.flatnonzero((numbers >= 0) & (strength[numbers] > 0))
+        inside = inside[np.argsort(numbers[inside], kind="stable")]
+        inside = inside[self._first_of(rows[inside], n)]
+        rows, numbers = rows[inside], numbers[inside]
+        column["links_back"][rows] = strength[numbers]
+        column["back_missing"][rows] = brings[numbers, rows]
+
+        for number, ids in enumerate(names):
+            shared = self.coverage(ids, span, n)
+            shared = strength[number] * shared / (shared + 20.0)
+            if self._row[starts[number]] >= 0:  # a passage shares all its names with itself
+                shared[self._row[starts[number]]] = 0.0
+            np.maximum(column["shared_names"], shared, out=column["shared_names"])
+            np.maximum(column["shared_missing"], shared * brings[number], out=column["shared_missing"])
         self._row[pool] = -1
         return x
 
