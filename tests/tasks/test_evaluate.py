@@ -199,9 +199,9 @@ def test_runs_of_a_sweep_can_be_told_apart(annotated: Path, tmp_path: Path) -> N
         contexts = {t.value for i in run.inputs.dataset_inputs for t in i.tags}
         assert contexts == {"evaluation", "knowledge base"}
     assert names == [
-        "evaluate-retrieval-bm25-1hops 0-evaluate",
-        "evaluate-retrieval-bm25-2hops 1-evaluate",
-        "evaluate-retrieval-random-2hops 2-evaluate",
+        "evaluate-retrieval-bm25-1-hop 0-evaluate",
+        "evaluate-retrieval-bm25-2-hop 1-evaluate",
+        "evaluate-retrieval-random-2-hop 2-evaluate",
     ]
 
 

@@ -169,6 +169,7 @@ def _record(
     return {
         "id": question.id,
         "question": question.question,
+        "dataset": question.metadata.get("dataset"),
         "relevant": {doc_id: g for doc_id, g in gain.items() if g > 0},
         "ranking": shown(ranking),
         "hops": [
