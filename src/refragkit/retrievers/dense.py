@@ -31,6 +31,8 @@ SCORE_DECIMALS = 6
 OVERSAMPLING = 4
 #: Exact search takes so many queries and so many passages at a time (64 MiB of products).
 QUERY_BLOCK, ROW_BLOCK = 256, 65_536
+#: The largest of a row's values are looked for group by group where it has this many times as many as are wanted.
+GROUP, GROUPED = 32, 64
 
 
 class DenseRetriever(Retriever):
@@ -272,10 +274,20 @@ class DenseRetriever(Retriever):
 
 def _largest(values: FloatArray, k: int) -> IntArray:
     """The columns of each row's k largest values, in no order; all of them where there are no more."""
-    width = values.shape[1]
+    n, width = values.shape
     if width <= k:
         return np.broadcast_to(np.arange(width), values.shape)
-    return np.argpartition(values, width - k, axis=1)[:, width - k :]
+    if width < GROUPED * k:
+        return np.argpartition(values, width - k, axis=1)[:, width - k :]
+    # The k-th largest of the groups' maxima is a floor that k values reach, and few others: far less to partition.
+    groups = width // GROUP
+    maxima = values[:, : groups * GROUP].reshape(n, GROUP, groups).max(axis=1)
+    floors = np.partition(maxima, groups - k, axis=1)[:, groups - k]
+    kept = np.empty((n, k), dtype=np.int64)
+    for i, (row, floor) in enumerate(zip(values, floors, strict=True)):
+        above = np.flatnonzero(row >= floor)
+        kept[i] = above[np.argpartition(row[above], len(above) - k)[len(above) - k :]]
+    return kept
 
 
 def _flat_search(vectors: FloatArray, matrix: FloatArray, k: int) -> tuple[IntArray, FloatArray]:

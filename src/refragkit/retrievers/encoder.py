@@ -226,12 +226,12 @@ class SentenceEncoder:
             [n, dimension] float32.
         """
         model = self._load()
+        lengths = _token_counts(model, texts)
         # By length, so that a batch holds texts of one length and hardly any padding.
-        order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), i))
+        order = sorted(range(len(texts)), key=lambda i: (-lengths[i], i))
         rows: FloatArray | None = None
-        step = self.batch_size * 4
-        for start in range(0, len(order), step):
-            chosen = order[start : start + step]
+        for start in range(0, len(order), self.batch_size):
+            chosen = order[start : start + self.batch_size]
             vectors = model.encode(
                 [texts[i] for i in chosen],
                 batch_size=self.batch_size,
@@ -319,6 +319,18 @@ class SentenceEncoder:
             logger.warning(
                 "query cache under %s can't be written (%s): going on without", self.cache_dir, error
             )
+
+
+def _token_counts(model: Any, texts: Sequence[str]) -> list[int]:
+    """How long each text is for the model: in tokens, or in characters where its tokenizer is no usual one."""
+    from transformers import PreTrainedTokenizerBase
+
+    tokenizer, most = model.tokenizer, model.max_seq_length
+    if not texts or not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return [len(text) for text in texts]
+    cut = {} if most is None else {"truncation": True, "max_length": most}
+    ids = tokenizer(list(texts), return_attention_mask=False, verbose=False, **cut)["input_ids"]
+    return [len(row) for row in ids]
 
 
 @contextlib.contextmanager

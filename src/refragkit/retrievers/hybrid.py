@@ -117,7 +117,7 @@ class HybridRetriever(Retriever):
         depth = max(k, self.pool)
         by_dense = self.dense.top(queries, depth)
         if self.fusion == "score":
-            pools, scores = self._fused(queries, [positions for positions, _ in by_dense], depth)
+            pools, scores = self._fused(queries, by_dense, depth)
         else:
             by_bm25 = self.bm25.top(queries, depth)
             pools = [np.union1d(d, b) for (d, _), (b, _) in zip(by_dense, by_bm25, strict=True)]
@@ -129,15 +129,25 @@ class HybridRetriever(Retriever):
         return found
 
     def _fused(
-        self, queries: Sequence[str], by_dense: Sequence[IntArray], depth: int
+        self, queries: Sequence[str], by_dense: Sequence[tuple[IntArray, ScoreArray]], depth: int
     ) -> tuple[list[IntArray], list[ScoreArray]]:
         """Each query's pool of both rankings and the pool's fused scores; BM25 scores the corpus once per query."""
-        pools, lexical = [], []
-        for positions, scores in zip(by_dense, self.bm25.all_scores(queries), strict=True):
-            pool = np.union1d(positions, self.bm25.best_of(scores, depth))
+        pools, others, lexical = [], [], []
+        in_dense = np.zeros(len(self.documents), dtype=bool)
+        for (positions, _), scores in zip(by_dense, self.bm25.all_scores(queries), strict=True):
+            best = self.bm25.best_of(scores, depth)
+            in_dense[positions] = True
+            other = best[~in_dense[best]]
+            in_dense[positions] = False
+            pool = np.concatenate([positions, other])
             pools.append(pool)
+            others.append(other)
             lexical.append((scores[pool], float(scores.max())))
-        return pools, self._fuse(self.dense.score_at(queries, pools), lexical)
+        cosines = [
+            np.concatenate([known, new])
+            for (_, known), new in zip(by_dense, self.dense.score_at(queries, others), strict=True)
+        ]
+        return pools, self._fuse(cosines, lexical)
 
     def _rrf(
         self, positions: IntArray, by_dense: tuple[IntArray, ScoreArray], by_bm25: tuple[IntArray, ScoreArray]
