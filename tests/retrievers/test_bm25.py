@@ -3,11 +3,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import bm25s
+import numpy as np
 import pytest
 import Stemmer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from refragkit.errors import RetrievalError
-from refragkit.retrievers.base import passage_text
+from refragkit.retrievers.base import best_first, passage_text
 from refragkit.retrievers.bm25 import BM25Retriever, words
 from refragkit.types import Document
 
@@ -59,3 +62,17 @@ def test_bad_settings_are_refused(corpus: list[Document]) -> None:
     retriever.index(corpus)
     with pytest.raises(RetrievalError, match=r"k must be at least 1, got 0"):
         retriever.search(["a"], 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 0.0, 0.0, -1.0, 0.5, 1.0, 2.5]), max_size=60),
+    st.integers(1, 12),
+    st.data(),
+)
+def test_the_best_of_many_equal_scores(values: list[float], k: int, data: st.DataObject) -> None:
+    scores, n = np.array(values), len(values)
+    id_rank = np.array(data.draw(st.permutations(range(n + 3))), dtype=np.int64)
+    positions = np.array(data.draw(st.permutations(range(n + 3)))[:n], dtype=np.int64)
+    expected = sorted(range(n), key=lambda i: (-values[i], id_rank[positions[i]]))[:k]
+    assert best_first(scores, positions, id_rank, k).tolist() == expected

@@ -46,6 +46,20 @@ def test_exact_search_in_blocks_is_faiss_knn(monkeypatch: pytest.MonkeyPatch) ->
         assert np.allclose(np.sort(scores), np.sort(expected_scores), atol=1e-5)
 
 
+def test_exact_search_of_wide_rows_is_faiss_knn() -> None:
+    import faiss
+
+    rng = np.random.default_rng(0)
+    # Whole numbers: many products are equal.
+    queries, matrix = (rng.integers(-2, 3, size=(n, 16)).astype(np.float32) for n in (9, 9001))
+    matrix[-1] = 10 * queries[0]  # behind the last whole group
+    for k in (1, 7, 100, dense_module.GROUPED):
+        assert len(matrix) >= dense_module.GROUPED * k
+        _, scores = dense_module._flat_search(queries, matrix, k)
+        expected, _ = faiss.knn(queries, matrix, k, metric=faiss.METRIC_INNER_PRODUCT)
+        assert np.array_equal(np.sort(scores), np.sort(expected))
+
+
 @pytest.mark.parametrize("factory", ["HNSW8", "IVF2,Flat", "SQ8"])
 def test_approximate_indexes_give_exact_scores_and_never_minus_one(
     factory: str, corpus: list[Document], cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -224,6 +238,19 @@ def test_hybrid_at_its_ends_is_each_of_its_parts(fusion: str, corpus: list[Docum
     assert [i[0] for i in ids(0.0)] == ["film_a", "bread", "chess"]
     with pytest.raises(ConfigError, match=r"0 <= alpha <= 1"):
         hybrid(alpha=1.5)
+
+
+@pytest.mark.parametrize("pool", [2, 5, 200])
+@pytest.mark.parametrize("fusion", ["score", "rrf"])
+def test_hybrid_scores_of_given_documents_are_those_of_its_search(
+    fusion: str, pool: int, corpus: list[Document], cache: Path
+) -> None:
+    retriever = hybrid(fusion=fusion, pool=pool, cache_dir=cache).open_index(corpus).retriever
+    found = retriever.search(QUERIES, 2)
+    assert all(len({h.doc_id for h in hits}) == 2 for hits in found)
+    scores = retriever.score(QUERIES, [[h.doc_id for h in reversed(hits)] for hits in found])
+    for hits, values in zip(found, scores, strict=True):
+        assert values == pytest.approx([h.score for h in reversed(hits)], abs=2e-6)
 
 
 def test_nothing_is_imported_before_it_is_needed() -> None:
