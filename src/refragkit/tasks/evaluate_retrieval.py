@@ -213,7 +213,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
     _write(path, text.getvalue())
 
 
-def as_table(rows: Sequence[Row], title: str = "retrieval", caption: str = "") -> Table:
+def as_table(rows: Sequence[Row], title: str = "retrieval") -> Table:
     """The rows for the screen."""
     from rich import box
     from rich.table import Table
@@ -226,7 +226,7 @@ def as_table(rows: Sequence[Row], title: str = "retrieval", caption: str = "") -
     }
     n_hops = sum(key.startswith("found_recall_hop_") for key in rows[0])
     headings |= {f"found_recall_hop_{n}": f"hop {n}" for n in range(1, n_hops + 1)}
-    table = Table(title=title, caption=caption or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("group")
     for heading in ("questions", *headings.values(), "docs"):
         table.add_column(heading, justify="right")
@@ -289,12 +289,16 @@ def run_retrieval(run: Run, split: str) -> None:
     title = (
         f"{retriever.name}, planner {retriever.planner.name}, {retriever.max_hops} hop(s), {split} questions"
     )
-    speed = (
-        f"{float(rows[0]['seconds']):.1f} s: {float(rows[0]['questions_per_second']):.0f} questions/s, "
-        f"{float(rows[0]['queries_per_second']):.0f} queries/s (queries encoded by an earlier run come from the cache)"
+    console.print(as_table(rows, title))
+    console.print(
+        "R: recall; all: every relevant document found; hop n: recall of what hops 1 to n handed on; docs: how many\n",
+        style="dim",
+        highlight=False,
     )
-    note = "R: recall, all: all relevant found, hop n: recall of what hops 1 to n handed on, docs: how many"
-    console.print(as_table(rows, title, f"{note}\n{speed}"))
+    log.info(
+        "%.1f s: %.0f questions/s, %.0f queries/s (vectors of queries that an earlier run encoded come from the cache)",
+        *(float(rows[0][key]) for key in ("seconds", "questions_per_second", "queries_per_second")),
+    )
     write_csv(rows, run.folder / "retrieval.csv")
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in evaluation.records)
     _write(run.folder / "retrieval.jsonl", "".join(lines))
