@@ -151,6 +151,18 @@ def test_gradcheck(T: int) -> None:
     assert torch.autograd.gradcheck(lambda *t: ssd(*t, chunk_tokens=2), tensors)
 
 
+def test_the_state_is_overwritten_only_where_asked_for_and_without_gradients() -> None:
+    x, dt, A, B, C, state = (t.detach() for t in inputs(1, torch.float32, with_state=True))
+    wanted, after = ssd(x, dt, A, B, C, state)
+    before = state.clone()
+    y, kept = ssd(x, dt, A, B, C, state, overwrite_state=True)  # gradients are on: left alone
+    assert torch.equal(state, before) and kept.data_ptr() != state.data_ptr()
+    with torch.no_grad():
+        y, kept = ssd(x, dt, A, B, C, state, overwrite_state=True)
+    assert kept.data_ptr() == state.data_ptr() and not torch.equal(state, before)
+    torch.testing.assert_close((y, kept), (wanted, after))
+
+
 def test_shapes_are_checked() -> None:
     x, dt, A, B, C = inputs(3, torch.float32, with_state=False)
     with pytest.raises(ValueError, match=r"dt must have shape \(2, 3, 4\)"):

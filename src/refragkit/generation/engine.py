@@ -370,8 +370,8 @@ def _decode(
 
 
 def _step(model: SequenceModel, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-    """Feeds one token [B] to each row; returns the next logits [B, V] and the new state."""
-    output = model(tokens[:, None], state=state, return_state=True, logits_to_keep=1)
+    """Feeds one token [B] to each row; returns the next logits [B, V] and the new state. The old one is used up."""
+    output = model(tokens[:, None], state=state.overwritable(), return_state=True, logits_to_keep=1)
     return _last_logits(output.logits), _present(output.state)
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from refragkit.models.base import ModelOutput, SequenceModel
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.attention import Attention
+from refragkit.models.layers.linear import Linear
 from refragkit.models.layers.mamba2 import Mamba2
 from refragkit.models.layers.mlp import ChannelMix, SwiGLU
 from refragkit.models.layers.norm import LayerNorm, RMSNorm, make_norm
@@ -110,7 +111,7 @@ class HybridLM(SequenceModel):
         self.embedding_norm = LayerNorm(config.d_model, config.norm_eps) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layers))
         self.norm = make_norm(config.norm, config.d_model, config.norm_eps)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.d_model, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:

@@ -41,6 +41,7 @@ def ssd(
     D: Tensor | None = None,
     segment_ids: Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    overwrite_state: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence over a whole sequence by matrix products, chunk by chunk.
 
@@ -55,6 +56,8 @@ def ssd(
         segment_ids: integers ``[batch, T]``, constant within a packed document and different in the next one;
             the state restarts from zero where they change. ``state`` belongs to the first document.
         chunk_tokens: tokens per chunk; a matter of speed only.
+        overwrite_state: write the new state into ``state`` where that saves memory traffic (one token, no gradients);
+            use the one that is returned.
 
     Returns:
         ``y [batch, T, H, P]`` in x's dtype, and the state after the last token, float32 (float64 for float64
@@ -70,7 +73,8 @@ def ssd(
         dt, A = dt.to(dtype), A.to(dtype)
         D, state = (None if t is None else t.to(dtype) for t in (D, state))
         if x.shape[1] == 1:
-            y, state = _step(*(t.to(dtype) for t in (x, dt, A, B, C)), state)
+            overwrite = overwrite_state and not torch.is_grad_enabled()
+            y, state = _step(x.to(dtype), dt, A, B.to(dtype), C.to(dtype), state, overwrite)
             y = y if D is None else torch.addcmul(y, x.to(dtype), D[:, None])
         else:
             if x.dtype == dtype:
@@ -141,21 +145,20 @@ def _check(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor
 
 
 def _step(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, overwrite_state: bool
 ) -> tuple[Tensor, Tensor]:
-    """One token, as in decoding: the cost is reading and writing the state, so it is touched as little as possible.
-
-    Batched matrix-vector products of this shape take twice the time of ``vecdot`` on a CPU.
-    """
+    """One token, as in decoding: the cost is reading and writing the state, so it is touched as little as possible."""
     batch, _, H, P = x.shape
     G, N = B.shape[2:]
     rows = (batch, G, (H // G) * P)
     write, B, C = (dt[:, 0, :, None] * x[:, 0]).view(*rows, 1), B.view(batch, G, 1, N), C.view(batch, G, 1, N)
     if state is None:
         S = write * B
-    else:  # in place on a fresh tensor, never on the caller's
-        S = (state * torch.exp(dt[:, 0] * A)[..., None, None]).view(*rows, N).addcmul_(write, B)
-    y = torch.linalg.vecdot(S, C)
+    else:
+        decay = torch.exp(dt[:, 0] * A)[..., None, None]
+        S = state.mul_(decay) if overwrite_state else state * decay
+        S = S.view(*rows, N).addcmul_(write, B)
+    y = S @ C.mT
     return y.view(batch, 1, H, P), S.view(batch, H, P, N)
 
 
@@ -183,6 +186,10 @@ class _Chunks(NamedTuple):
     from_start: Tensor
     to_end: Tensor
     through: Tensor
+
+
+_Run = tuple[int, int, int]
+"""First token, number of chunks, tokens of each."""
 
 
 class _ChunkedSSD(torch.autograd.Function):
@@ -214,7 +221,7 @@ class _ChunkedSSD(torch.autograd.Function):
         batch, _, H, P = x.shape
         G, N = B.shape[2:]
         low = matmul_dtype(x)
-        by_head = partial(torch.unflatten, dim=-1, sizes=(-1, P))
+        by_head = partial(_split_last, P)
         S = (
             x.new_zeros(batch, G, N, H // G * P, dtype=dt.dtype)
             if state is None
@@ -223,7 +230,7 @@ class _ChunkedSSD(torch.autograd.Function):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         carried_all, starts_all = [], []
         for run in _runs(x, chunk_tokens):
-            c = _chunks(x, dt, A, B, C, segment_ids, *run)
+            c = _chunks(x, dt, A, B, C, segment_ids, run)
             inputs = _times(c.x, c.dt[..., None], dt.dtype)
             inner = c.scores.to(low) @ _laid_out(inputs.transpose(3, 4), low)
             written = c.B.to(dt.dtype).mT @ (inputs * c.to_end[..., None]).flatten(-2)
@@ -243,14 +250,14 @@ class _ChunkedSSD(torch.autograd.Function):
             )
             if D is not None:
                 out.addcmul_(c.x.to(dt.dtype), D.view(G, 1, -1, 1))
-            _by_chunk(y, *run, G).copy_(out)
+            _by_chunk(y, run, G).copy_(out)
             if keep:
                 carried_all.append(carried)
                 starts_all.append(starts)
         ctx.save_for_backward(x, dt, A, B, C, D, segment_ids, *carried_all, *starts_all)
         ctx.chunk_tokens = chunk_tokens
         ctx.has_state = state is not None
-        return y, S.unflatten(-1, (-1, P)).permute(0, 1, 3, 4, 2).reshape(batch, H, P, N)
+        return y, by_head(S).permute(0, 1, 3, 4, 2).reshape(batch, H, P, N)
 
     @staticmethod
     @once_differentiable
@@ -258,7 +265,7 @@ class _ChunkedSSD(torch.autograd.Function):
         x, dt, A, B, C, D, segment_ids, *kept = ctx.saved_tensors
         P, G = x.shape[3], B.shape[2]
         low, precise = matmul_dtype(x), dt.dtype
-        by_head = partial(torch.unflatten, dim=-1, sizes=(-1, P))
+        by_head = partial(_split_last, P)
         runs = list(_runs(x, ctx.chunk_tokens))
         grad_x, grad_B, grad_C = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, B, C)
@@ -270,8 +277,8 @@ class _ChunkedSSD(torch.autograd.Function):
         for run, carried, starts in reversed(
             list(zip(runs, kept[: len(runs)], kept[len(runs) :], strict=True))
         ):
-            c = _chunks(x, dt, A, B, C, segment_ids, *run)
-            dy = _by_chunk(grad_y, *run, G)
+            c = _chunks(x, dt, A, B, C, segment_ids, run)
+            dy = _by_chunk(grad_y, run, G)
             inputs = _times(c.x, c.dt[..., None], precise)
 
             # Inside a chunk
@@ -322,15 +329,15 @@ class _ChunkedSSD(torch.autograd.Function):
             if D is not None and grad_D is not None:
                 d_x.addcmul_(dy.to(precise), D.view(G, 1, -1, 1))
                 grad_D += torch.linalg.vecdot(dy.to(precise), x_run).sum((0, 1, 3)).flatten()
-            _by_chunk(grad_x, *run, G).copy_(d_x)
-            _by_chunk(grad_dt[..., None], *run, G).copy_(d_dt[..., None])
-            _by_chunk(grad_B, *run, G).copy_(d_B[:, :, :, :, None])
-            _by_chunk(grad_C, *run, G).copy_(d_C[:, :, :, :, None])
-        grad_state = dS.unflatten(-1, (-1, P)).permute(0, 1, 3, 4, 2).flatten(1, 2) if ctx.has_state else None
-        return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_state, grad_D, None, None, None
+            _by_chunk(grad_x, run, G).copy_(d_x)
+            _by_chunk(grad_dt[..., None], run, G).copy_(d_dt[..., None])
+            _by_chunk(grad_B, run, G).copy_(d_B[:, :, :, :, None])
+            _by_chunk(grad_C, run, G).copy_(d_C[:, :, :, :, None])
+        grad_before = by_head(dS).permute(0, 1, 3, 4, 2).flatten(1, 2) if ctx.has_state else None
+        return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_before, grad_D, None, None, None
 
 
-def _runs(x: Tensor, Q: int) -> Iterator[tuple[int, int, int]]:
+def _runs(x: Tensor, Q: int) -> Iterator[_Run]:
     """(first token, chunks, tokens a chunk): as many chunks at a time as fit in the cache; the rest of T alone."""
     batch, T, H, P = x.shape
     full = T // Q
@@ -341,14 +348,20 @@ def _runs(x: Tensor, Q: int) -> Iterator[tuple[int, int, int]]:
         yield full * Q, 1, T % Q
 
 
-def _by_chunk(t: Tensor, first: int, g: int, Q: int, G: int) -> Tensor:
+def _by_chunk(t: Tensor, run: _Run, G: int) -> Tensor:
     """A view ``[batch, g, G, Q, heads / G, width]`` of ``[batch, T, heads, width]``."""
-    return t[:, first : first + g * Q].unflatten(1, (g, Q)).unflatten(3, (G, -1)).transpose(2, 3)
+    first, g, Q = run
+    chunks = torch.unflatten(t[:, first : first + g * Q], 1, (g, Q))
+    return torch.unflatten(chunks, 3, (G, -1)).transpose(2, 3)
 
 
 def _times(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """``a * b``, contiguous, whatever the operands' layout."""
     return torch.mul(a, b, out=torch.empty(a.shape, dtype=dtype, device=a.device))
+
+
+def _split_last(width: int, t: Tensor) -> Tensor:
+    return torch.unflatten(t, -1, (-1, width))
 
 
 def _laid_out(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -358,7 +371,7 @@ def _laid_out(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _state_to_rows(state: Tensor, G: int) -> Tensor:
     """``[batch, H, P, N]`` as ``[batch, G, N, H / G * P]``."""
-    return state.unflatten(1, (G, -1)).permute(0, 1, 4, 2, 3).flatten(3).contiguous()
+    return torch.unflatten(state, 1, (G, -1)).permute(0, 1, 4, 2, 3).flatten(3).contiguous()
 
 
 def _chunks(
@@ -368,21 +381,20 @@ def _chunks(
     B: Tensor,
     C: Tensor,
     segment_ids: Tensor | None,
-    first: int,
-    g: int,
-    Q: int,
+    run: _Run,
 ) -> _Chunks:
     G = B.shape[2]
-    x = _by_chunk(x, first, g, Q, G)
-    steps = _by_chunk(dt[..., None], first, g, Q, G)[..., 0]
-    B, C = (_by_chunk(t, first, g, Q, G)[..., 0, :] for t in (B, C))
+    first, g, Q = run
+    x = _by_chunk(x, run, G)
+    steps = _by_chunk(dt[..., None], run, G)[..., 0]
+    B, C = (_by_chunk(t, run, G)[..., 0, :] for t in (B, C))
     cum = (steps * (A * _LOG2_E).view(G, 1, -1)).cumsum(3)  # in powers of two
     cum_by_head = cum.mT
     # Added to the exponents: a boolean mask costs more than the rest of the decays together
     unseen = torch.full((Q, Q), -torch.inf, dtype=dt.dtype, device=x.device).triu(1)
     enter = leave = None  # which tokens see the state the chunk starts with, and which ones reach its end
     if segment_ids is not None:
-        ids = segment_ids[:, first : first + g * Q].unflatten(1, (g, Q))
+        ids = torch.unflatten(segment_ids[:, first : first + g * Q], 1, (g, Q))
         other = ids[..., :, None] != ids[..., None, :]
         unseen = unseen.masked_fill(other, -torch.inf)[:, :, None, None]
         before = segment_ids[:, max(first - 1, 0) : max(first - 1, 0) + 1]

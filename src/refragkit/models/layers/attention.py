@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init
+from refragkit.models.layers.linear import Linear
 from refragkit.models.layers.rope import rotate
 from refragkit.models.layout import TokenLayout
 from refragkit.models.state import KVCache, SpareColumns
@@ -30,10 +31,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.residual_branches = config.n_layers * (1 if config.mlp == "none" else 2)
         width, kv_width = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(config.d_model, width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(width, config.d_model, bias=config.o_bias)
+        self.q_proj = Linear(config.d_model, width, bias=config.qkv_bias)
+        self.k_proj = Linear(config.d_model, kv_width, bias=config.qkv_bias)
+        self.v_proj = Linear(config.d_model, kv_width, bias=config.qkv_bias)
+        self.o_proj = Linear(width, config.d_model, bias=config.o_bias)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Small init, the output scaled down with depth."""

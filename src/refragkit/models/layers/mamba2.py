@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init, uniform_
+from refragkit.models.layers.linear import Linear
 from refragkit.models.layers.norm import GatedRMSNorm
 from refragkit.models.layout import TokenLayout
 from refragkit.models.state import Mamba2State
@@ -41,7 +42,7 @@ class Mamba2(nn.Module):
         self.dt_limit = config.dt_limit
         self.residual_branches = config.n_layers * (1 if config.mlp == "none" else 2)
         self.conv_channels = self.d_inner + 2 * self.n_groups * self.d_state
-        self.in_proj = nn.Linear(
+        self.in_proj = Linear(
             config.d_model, self.d_inner + self.conv_channels + self.n_heads, bias=config.ssm_bias
         )
         self.conv1d = nn.Conv1d(
@@ -55,7 +56,7 @@ class Mamba2(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.n_heads))
         self.D = nn.Parameter(torch.empty(self.n_heads))
         self.norm = GatedRMSNorm(self.d_inner, config.norm_eps, config.ssm_norm_groups)
-        self.out_proj = nn.Linear(self.d_inner, config.d_model, bias=config.ssm_bias)
+        self.out_proj = Linear(self.d_inner, config.d_model, bias=config.ssm_bias)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -109,6 +110,7 @@ class Mamba2(nn.Module):
             None if state is None else state.ssm_state,
             D=self.D,
             segment_ids=layout.document_ids,
+            overwrite_state=state is not None and state.overwritable,
         )
         out: Tensor = self.out_proj(self.norm(y.reshape(batch, T, self.d_inner), z))
         if not return_state:

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init, uniform_
+from refragkit.models.layers.linear import Linear
 from refragkit.models.layout import TokenLayout
 
 
@@ -20,9 +21,9 @@ class SwiGLU(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.residual_branches = 2 * config.n_layers
-        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.d_model, config.d_ff, bias=config.mlp_bias)
+        self.up_proj = Linear(config.d_model, config.d_ff, bias=config.mlp_bias)
+        self.down_proj = Linear(config.d_ff, config.d_model, bias=config.mlp_bias)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Small init, the output scaled down with depth."""
@@ -47,8 +48,8 @@ class ChannelMix(nn.Module):
         self.residual_branches = 2 * config.n_layers
         self.depth_left = 1 - index / config.n_layers
         self.x_k = nn.Parameter(torch.empty(config.d_model))
-        self.key = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.value = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.key = Linear(config.d_model, config.d_ff, bias=False)
+        self.value = Linear(config.d_ff, config.d_model, bias=False)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:

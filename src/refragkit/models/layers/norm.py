@@ -101,7 +101,7 @@ class _GatedNormalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
         precise = torch.promote_types(z.dtype, torch.float32)
-        gated = functional.silu(z.to(precise)).mul_(x).unflatten(-1, (groups, -1))
+        gated = torch.unflatten(functional.silu(z.to(precise)).mul_(x), -1, (groups, -1))
         lengths = torch.linalg.vector_norm(gated, dim=-1, keepdim=True)
         inverse = (lengths.square() / gated.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, z, weight, inverse)
@@ -114,7 +114,7 @@ class _GatedNormalise(torch.autograd.Function):
         precise = torch.promote_types(z.dtype, torch.float32)
         x, gate, grad = inputs.to(precise), z.to(precise), grad.to(precise)
         opened = functional.silu(gate)
-        gated = (x * opened).unflatten(-1, (inverse.shape[-2], -1))
+        gated = torch.unflatten(x * opened, -1, (inverse.shape[-2], -1))
         grad_weight = None
         if ctx.needs_input_grad[2]:
             grad_weight = (gated * inverse).flatten(-2).mul_(grad).flatten(0, -2).sum(0).to(weight.dtype)

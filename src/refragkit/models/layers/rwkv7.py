@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init, uniform_
+from refragkit.models.layers.linear import Linear
 from refragkit.models.layout import TokenLayout
 from refragkit.models.state import RWKV7State
 from refragkit.ops.wkv7 import wkv7
@@ -38,8 +39,8 @@ class LowRank(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.down = nn.Linear(width, rank, bias=False)
-        self.up = nn.Linear(rank, width, bias=False)
+        self.down = Linear(width, rank, bias=False)
+        self.up = Linear(rank, width, bias=False)
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     @torch.no_grad()
@@ -93,10 +94,10 @@ class RWKV7TimeMix(nn.Module):
         self.k_k = nn.Parameter(torch.empty(width))
         self.k_a = nn.Parameter(torch.empty(width))
         self.r_k = nn.Parameter(torch.empty(self.n_heads, self.head_dim))
-        self.r_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.r_proj = Linear(width, width, bias=False)
+        self.k_proj = Linear(width, width, bias=False)
+        self.v_proj = Linear(width, width, bias=False)
+        self.o_proj = Linear(width, width, bias=False)
         self.decay = LowRank(width, config.decay_rank, "tanh", bias=True)
         self.iclr = LowRank(width, config.iclr_rank, "none", bias=True)
         self.value_residual = None if first else LowRank(width, config.value_rank, "none", bias=True)
