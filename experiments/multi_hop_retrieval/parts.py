@@ -33,6 +33,8 @@ def main() -> None:
     for folder in map(Path, sys.argv[1:]):
         lines = (folder / "retrieval.jsonl").read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
+        command = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["command"]
+        run = " ".join(o.removeprefix("retriever.") for o in command.split() if o.startswith("retriever"))
         groups = ["", *sorted({r["dataset"] for r in records if r.get("dataset")})]
         for part, flags in PARTS.items():
             for group in groups:
@@ -44,7 +46,7 @@ def main() -> None:
                 if chosen:
                     means = (sum(m[column] for m in chosen) / len(chosen) for column in COLUMNS)
                     name = f"{part} {group}".rstrip()
-                    table.add_row(folder.name, name, str(len(chosen)), *(f"{mean:.3f}" for mean in means))
+                    table.add_row(run, name, str(len(chosen)), *(f"{mean:.3f}" for mean in means))
     Console(width=160).print(table)
 
 
