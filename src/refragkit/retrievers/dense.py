@@ -326,6 +326,7 @@ def dense(
     backend: str = "torch",
     device: str = "auto",
     batch_size: int = 32,
+    processes: int = 1,
     factory: str = "Flat",
     nprobe: int | None = None,
     ef_search: int | None = None,
@@ -350,6 +351,7 @@ def dense(
         backend=backend,
         device=device,
         batch_size=batch_size,
+        processes=processes,
         cache_dir=cache_dir,
     )
     base = DenseRetriever(model, factory, nprobe, ef_search, train_sample, shard_size, cache_dir)

@@ -9,7 +9,10 @@ import contextlib
 import hashlib
 import importlib.util
 import logging
+import shutil
 import sqlite3
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,9 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BACKENDS = ("torch", "onnx", "openvino")
 #: Files up to this size are hashed whole; of larger ones (weights), evenly spaced blocks.
 _WHOLE_FILE_BYTES = 1 << 20
+
+#: Batches that each of several processes gets before their vectors are collected.
+BATCHES_AT_ONCE = 16
 
 FloatArray = NDArray[np.float32]
 
@@ -116,6 +122,7 @@ class SentenceEncoder:
         backend: str = "torch",
         device: str = "auto",
         batch_size: int = 32,
+        processes: int = 1,
         cache_dir: str | Path | None = None,
     ) -> None:
         """Nothing is read yet.
@@ -127,9 +134,11 @@ class SentenceEncoder:
             normalize: vectors of length 1, so that the inner product is the cosine.
             max_tokens: texts are cut there; None for the model's own limit.
             dtype: ``auto`` (bfloat16 where the hardware has it, else float32), ``float32``, ``bfloat16``, ``float16``.
-            backend: ``torch``, ``onnx`` or ``openvino`` of sentence-transformers.
+            backend: ``torch``, or ``onnx`` or ``openvino`` for the transformer's forward pass (on the CPU, in float32).
             device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``mps``.
             batch_size: texts per forward pass.
+            processes: how many encode passages at once, with a share of the cores (or a GPU) each; vectors don't
+                depend on it.
             cache_dir: where vectors are kept; None keeps queries in memory and passages nowhere.
 
         Raises:
@@ -143,6 +152,17 @@ class SentenceEncoder:
             raise ConfigError(
                 f"retriever: expected batch_size >= 1 and max_tokens >= 1 or null, got {batch_size}, {max_tokens}"
             )
+        if processes < 1 or (processes > 1 and backend != "torch"):
+            raise ConfigError(
+                f"retriever.processes={processes}: expected an integer of at least 1, and 1 with backend={backend}"
+                if backend != "torch"
+                else f"retriever.processes={processes}: expected an integer of at least 1"
+            )
+        if backend != "torch" and (device not in ("auto", "cpu") or dtype not in ("auto", "float32")):
+            raise ConfigError(
+                f"retriever.backend={backend} computes on the CPU in float32: expected device=auto or cpu and "
+                f"dtype=auto or float32, got {device} and {dtype}"
+            )
         self.name = name or DEFAULT_ENCODER
         self.query_prefix = query_prefix
         self.passage_prefix = passage_prefix
@@ -152,10 +172,13 @@ class SentenceEncoder:
         self.backend = backend
         self.device = device
         self.batch_size = batch_size
+        self.processes = processes
         self.cache_dir = None if cache_dir is None else Path(cache_dir)
         self._path: Path | None = None
         self._fingerprint: str | None = None
         self._model: Any = None
+        self._pool: Any = None
+        self._temporary: Path | None = None
         self._queries: dict[str, FloatArray] = {}
 
     @property
@@ -169,6 +192,8 @@ class SentenceEncoder:
         """(device, dtype) after ``auto``."""
         import torch
 
+        if self.backend != "torch":
+            return "cpu", "float32"
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,7 +204,7 @@ class SentenceEncoder:
             if device.startswith("cuda")
             else device == "cpu" and cpu_has_bf16()
         )
-        return device, "bfloat16" if fast and self.backend == "torch" else "float32"
+        return device, "bfloat16" if fast else "float32"
 
     @property
     def fingerprint(self) -> str:
@@ -196,24 +221,66 @@ class SentenceEncoder:
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 
+    @property
+    def _export_folder(self) -> Path:
+        """Where a backend keeps the exported model."""
+        if self._temporary is None and self.cache_dir is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix="refragkit-encoder-"))
+            weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
+        parent = self._temporary or self.cache_dir or Path()
+        return parent / "encoders" / f"{self.backend}-{self.fingerprint}"
+
     def _load(self) -> Any:
         if self._model is None:
             logger.info("loading the sentence encoder from %s", self.path)
             import torch
             from sentence_transformers import SentenceTransformer
 
+            model_class: type[SentenceTransformer] = SentenceTransformer
+            if self.processes > 1:
+                from refragkit.retrievers.encoder_pool import PooledSentenceTransformer
+
+                model_class = PooledSentenceTransformer
             device, dtype = self._resolved()
+            if self.backend != "torch":
+                from refragkit.retrievers.encoder_backend import exchange_forward, require_backend
+
+                require_backend(self.backend, self._export_folder)
             with quiet_loading():
-                self._model = SentenceTransformer(
+                model = model_class(
                     str(self.path),
                     device=device,
-                    backend=self.backend,  # type: ignore[arg-type]
                     local_files_only=True,
-                    model_kwargs={"dtype": getattr(torch, dtype)} if self.backend == "torch" else {},
+                    model_kwargs={"dtype": getattr(torch, dtype)},
                 )
             if self.max_tokens is not None:
-                self._model.max_seq_length = self.max_tokens
+                model.max_seq_length = self.max_tokens
+            if self.backend != "torch":
+                exchange_forward(model, self.backend, self._export_folder)
+            self._model = model
         return self._model
+
+    @contextlib.contextmanager
+    def workers(self) -> Iterator[None]:
+        """While it is open, ``encode`` shares its batches among ``processes`` processes.
+
+        Raises:
+            RetrievalError: one of them ended.
+        """
+        if self.processes == 1:
+            yield
+            return
+        from refragkit.retrievers.encoder_pool import WorkerEndedError, worker_pool
+
+        try:
+            with worker_pool(self._load(), self._resolved()[0], self.processes) as self._pool:
+                yield
+        except WorkerEndedError as error:
+            raise RetrievalError(
+                f"{error}. What was encoded before is kept: run again, with fewer retriever.processes if memory ran out"
+            ) from error
+        finally:
+            self._pool = None
 
     def encode(self, texts: Sequence[str], progress: Callable[[int], None] | None = None) -> FloatArray:
         """Encode without any cache or prefix.
@@ -230,14 +297,19 @@ class SentenceEncoder:
         # By length, so that a batch holds texts of one length and hardly any padding.
         order = sorted(range(len(texts)), key=lambda i: (-lengths[i], i))
         rows: FloatArray | None = None
-        for start in range(0, len(order), self.batch_size):
-            chosen = order[start : start + self.batch_size]
+        step, shared = self.batch_size, {}
+        if self._pool is not None:  # the same batches, several at once
+            step *= BATCHES_AT_ONCE * self.processes
+            shared = {"pool": self._pool, "chunk_size": self.batch_size}
+        for start in range(0, len(order), step):
+            chosen = order[start : start + step]
             vectors = model.encode(
                 [texts[i] for i in chosen],
                 batch_size=self.batch_size,
                 show_progress_bar=False,
                 convert_to_numpy=False,
                 convert_to_tensor=True,
+                **shared,
             )
             block = vectors.float().cpu().numpy()
             if self.normalize:

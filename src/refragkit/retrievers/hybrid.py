@@ -201,6 +201,7 @@ def hybrid(
     backend: str = "torch",
     device: str = "auto",
     batch_size: int = 32,
+    processes: int = 1,
     factory: str = "Flat",
     nprobe: int | None = None,
     ef_search: int | None = None,
@@ -225,6 +226,7 @@ def hybrid(
         backend=backend,
         device=device,
         batch_size=batch_size,
+        processes=processes,
         cache_dir=cache_dir,
     )
     base = HybridRetriever(

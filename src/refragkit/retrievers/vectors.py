@@ -134,7 +134,7 @@ class ShardCache:
         encoded = 0
         if todo:
             logger.info("encoding %d of %d passages (the others are cached)", todo, total)
-            with _progress(todo) as advance:
+            with self._encoder.workers(), _progress(todo) as advance:
                 for done, n in enumerate(missing, start=1):
                     file, texts = files[n], self.texts(n)
                     if _is_cached(file, len(texts)):  # by another process since we looked
