@@ -1,4 +1,4 @@
-"""``model.path``: from what a user points at to the model itself."""
+"""``model.path`` and local ``model.init``: from what a user points at to the model itself."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from refragkit.errors import CheckpointError
 
 
-def model_location(path: str | Path) -> Path:
+def model_location(path: str | Path, key: str = "model.path") -> Path:
     """The model folder (or single checkpoint file) that a path means.
 
     Args:
         path: a model folder, a single checkpoint file, or the folder of a run that holds one under ``model/``.
+        key: the setting that holds the path, for messages.
 
     Raises:
         CheckpointError: nothing is there, or no model; for an adapter, what else is needed.
@@ -19,7 +20,7 @@ def model_location(path: str | Path) -> Path:
     given = Path(path).expanduser()
     if not given.exists():
         raise CheckpointError(
-            f"model.path: {given} does not exist; expected the folder of a model (with config.json) or of a run"
+            f"{key}: {given} does not exist; expected the folder of a model (with config.json) or of a run"
             " that trained one"
         )
     if given.is_file() or (given / "config.json").is_file():
@@ -29,15 +30,15 @@ def model_location(path: str | Path) -> Path:
     for adapter in (given, given / "adapter"):
         if (adapter / "adapter_config.json").is_file():
             raise CheckpointError(
-                f"model.path: {given} holds an adapter only, which belongs onto the model it was trained from; give"
+                f"{key}: {given} holds an adapter only, which belongs onto the model it was trained from; give"
                 f" that model as model.path and this as adapter_path={adapter} (task=generate, chat and export"
                 " take it)"
             )
     if (given / "summary.json").is_file():
         raise CheckpointError(
-            f"model.path: the run in {given} saved no model (no model/config.json); its summary.json says how it"
+            f"{key}: the run in {given} saved no model (no model/config.json); its summary.json says how it"
             " ended"
         )
     raise CheckpointError(
-        f"model.path: {given} is not a model folder: it has neither config.json nor model/config.json"
+        f"{key}: {given} is not a model folder: it has neither config.json nor model/config.json"
     )
