@@ -280,12 +280,19 @@ def node_parameters(group: str, target: str) -> dict[str, tuple[inspect.Paramete
     # A dataclass inherits fields whose hints only their own module can resolve.
     is_plain_class = inspect.isclass(function) and not dataclasses.is_dataclass(function)
     hinted: Any = function.__init__ if is_plain_class else function
-    try:
-        hints = typing.get_type_hints(hinted)
-    except NameError:  # a hint imported for type checkers only
-        hints = {}
+    hints = _type_hints(hinted)
     parameters = _parameters(function, INJECTED.get(group, frozenset()))
     return {key: (parameter, hints.get(key, Any)) for key, parameter in parameters.items()}
+
+
+def _type_hints(hinted: Any) -> dict[str, Any]:
+    """Name -> type hint; a type that is imported for type checkers only stands for anything."""
+    unknown: dict[str, Any] = {}
+    while True:
+        try:
+            return typing.get_type_hints(hinted, localns=unknown)
+        except NameError as error:
+            unknown[str(error.name)] = Any
 
 
 def type_problem(value: Any, hint: Any) -> str | None:

@@ -52,8 +52,10 @@ def test_a_corpus_of_stop_words(tmp_path: Path) -> None:
 
 
 def test_bad_settings_are_refused(corpus: list[Document]) -> None:
-    with pytest.raises(RetrievalError, match=r"0 <= retriever.b <= 1, got 1.5, 2"):
+    with pytest.raises(RetrievalError, match=r"0 <= retriever.b <= 1, got k1=1.5, b=2"):
         BM25Retriever(b=2)
+    with pytest.raises(RetrievalError, match=r"a finite retriever.k1 >= 0.*got k1=inf"):
+        BM25Retriever(k1=float("inf"))
     with pytest.raises(RetrievalError, match=r"stemmer='klingon' is unknown.*english"):
         BM25Retriever(stemmer="klingon").index(corpus)
     with pytest.raises(RetrievalError, match=r"no index yet"):

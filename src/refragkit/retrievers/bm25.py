@@ -7,6 +7,7 @@ computed when indexing, as in bm25s (arXiv 2407.03618), in Lucene's variant.
 from __future__ import annotations
 
 import json
+import math
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,9 +81,9 @@ class BM25Retriever(Retriever):
             RetrievalError: ``k1`` or ``b`` is out of range, or the stemmer's language is unknown.
         """
         super().__init__()
-        if not k1 >= 0 or not 0 <= b <= 1:
+        if not 0 <= k1 < math.inf or not 0 <= b <= 1:
             raise RetrievalError(
-                f"retriever=bm25: expected retriever.k1 >= 0 and 0 <= retriever.b <= 1, got {k1}, {b}"
+                f"expected a finite retriever.k1 >= 0 and 0 <= retriever.b <= 1, got k1={k1}, b={b}"
             )
         self.k1 = k1
         self.b = b

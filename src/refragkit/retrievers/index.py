@@ -101,7 +101,7 @@ def write_folder(path: str | Path, manifest: Mapping[str, Any], write: Callable[
         what = "the disk is full" if full else str(error)
         raise RetrievalError(
             f"can't write the index {path}: {what}. Nothing was left behind; free space there or set another "
-            "paths.cache_dir"
+            "paths.outputs"
         ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
