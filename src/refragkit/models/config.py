@@ -77,12 +77,15 @@ class ModelConfig:
         ssm_norm_groups: groups over which the gated RMSNorm of M blocks normalises separately.
         ssm_bias: biases on in_proj and out_proj of M blocks.
         conv_bias: bias on the convolution of M blocks.
+        conv_silu: SiLU behind the convolution of M blocks; off in blocks that were attention.
         dt_limit: (least, greatest) step size of M blocks, or None.
         wkv_head_dim: N of R blocks; divides d_model.
         decay_rank, iclr_rank, value_rank, gate_rank: inner widths of R blocks' low-rank maps.
         wkv_gate: output gate of R blocks: ``sigmoid`` (g = sigmoid(x g1) g2), ``one_plus`` (1 + g) or ``none``.
         wkv_group_norm: normalise R heads before the output projection.
         wkv_norm_eps: added to the variance there.
+        wkv_bias: biases on r_proj, k_proj and v_proj; on in blocks that were attention with such biases.
+        wkv_value_residual: R blocks mix in the values of the first one; off in blocks that were attention.
         norm: ``rms`` or ``layer``.
         norm_eps: added to the variance in every norm of the residual stream.
         embedding_norm: a LayerNorm on the embeddings (RWKV's ln0).
@@ -111,6 +114,7 @@ class ModelConfig:
     ssm_norm_groups: int = 1
     ssm_bias: bool = False
     conv_bias: bool = True
+    conv_silu: bool = True
     dt_limit: tuple[float, float] | None = None
     wkv_head_dim: int = 64
     decay_rank: int = 64
@@ -120,6 +124,8 @@ class ModelConfig:
     wkv_gate: Literal["sigmoid", "one_plus", "none"] = "sigmoid"
     wkv_group_norm: bool = True
     wkv_norm_eps: float = 64e-5
+    wkv_bias: bool = False
+    wkv_value_residual: bool = True
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     embedding_norm: bool = False
@@ -145,7 +151,9 @@ class ModelConfig:
             self._multiple("the number of M heads", self.ssm_heads, "n_groups", self.n_groups)
             self._multiple("ssm_expand * d_model", self.d_inner, "ssm_norm_groups", self.ssm_norm_groups)
         if "R" in self.block_pattern:
-            self._positive("wkv_head_dim", "decay_rank", "iclr_rank", "value_rank")
+            self._positive("wkv_head_dim", "decay_rank", "iclr_rank")
+            if self.wkv_value_residual:
+                self._positive("value_rank")
             if self.wkv_gate != "none":
                 self._positive("gate_rank")
             self._multiple("d_model", self.d_model, "wkv_head_dim", self.wkv_head_dim)

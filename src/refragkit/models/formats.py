@@ -295,7 +295,15 @@ def _mamba2_entries(embedding: str) -> Callable[[ModelConfig], list[Entry]]:
 
 
 def _mamba2_write(config: ModelConfig) -> dict[str, Any]:
-    _fits(config, "M", mlp="none", norm="rms", embedding_norm=False, ssm_norm_groups=config.n_groups)
+    _fits(
+        config,
+        "M",
+        mlp="none",
+        norm="rms",
+        embedding_norm=False,
+        ssm_norm_groups=config.n_groups,
+        conv_silu=True,
+    )
     values = {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
@@ -562,6 +570,8 @@ def _fla_write(config: ModelConfig) -> dict[str, Any]:
         embedding_norm=True,
         wkv_gate="sigmoid",
         wkv_group_norm=True,
+        wkv_bias=False,
+        wkv_value_residual=True,
     )
     if not math.isclose(config.wkv_norm_eps, config.wkv_head_dim * config.norm_eps, rel_tol=1e-6):
         raise CheckpointError(
@@ -639,7 +649,17 @@ def _arwkv_entries(config: ModelConfig) -> list[Entry]:
 def _arwkv_write(config: ModelConfig) -> dict[str, Any]:
     if set(config.block_pattern) - set("RT") or "R" not in config.block_pattern:
         raise CheckpointError("it holds R and T blocks")
-    _fits(config, None, mlp="swiglu", norm="rms", embedding_norm=False, mlp_bias=False, wkv_norm_eps=64e-5)
+    _fits(
+        config,
+        None,
+        mlp="swiglu",
+        norm="rms",
+        embedding_norm=False,
+        mlp_bias=False,
+        wkv_norm_eps=64e-5,
+        wkv_bias=False,
+        wkv_value_residual=True,
+    )
     if "T" in config.block_pattern:
         _fits(config, None, qkv_bias=True, o_bias=False)
         attention = _attention_write(config)

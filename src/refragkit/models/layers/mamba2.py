@@ -40,6 +40,7 @@ class Mamba2(nn.Module):
         self.n_groups = config.n_groups
         self.d_conv = config.d_conv
         self.dt_limit = config.dt_limit
+        self.conv_silu = config.conv_silu
         self.residual_branches = config.n_layers * (1 if config.mlp == "none" else 2)
         self.conv_channels = self.d_inner + 2 * self.n_groups * self.d_state
         self.in_proj = Linear(
@@ -91,7 +92,9 @@ class Mamba2(nn.Module):
         history = None if state is None else state.conv_state
         conv_inputs = xbc
         packed = None if layout.document_ids is None else layout.positions
-        xbc = causal_conv(xbc, history, self.conv1d.weight[:, 0].T, self.conv1d.bias, packed, silu=True)
+        xbc = causal_conv(
+            xbc, history, self.conv1d.weight[:, 0].T, self.conv1d.bias, packed, silu=self.conv_silu
+        )
         maps = self.n_groups * self.d_state
         inputs, B, C = torch.split(xbc, [self.d_inner, maps, maps], dim=-1)
         precise = torch.promote_types(dt.dtype, torch.float32)

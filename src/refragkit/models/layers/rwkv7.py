@@ -94,13 +94,15 @@ class RWKV7TimeMix(nn.Module):
         self.k_k = nn.Parameter(torch.empty(width))
         self.k_a = nn.Parameter(torch.empty(width))
         self.r_k = nn.Parameter(torch.empty(self.n_heads, self.head_dim))
-        self.r_proj = Linear(width, width, bias=False)
-        self.k_proj = Linear(width, width, bias=False)
-        self.v_proj = Linear(width, width, bias=False)
+        self.r_proj = Linear(width, width, bias=config.wkv_bias)
+        self.k_proj = Linear(width, width, bias=config.wkv_bias)
+        self.v_proj = Linear(width, width, bias=config.wkv_bias)
         self.o_proj = Linear(width, width, bias=False)
         self.decay = LowRank(width, config.decay_rank, "tanh", bias=True)
         self.iclr = LowRank(width, config.iclr_rank, "none", bias=True)
-        self.value_residual = None if first else LowRank(width, config.value_rank, "none", bias=True)
+        self.value_residual = None
+        if config.wkv_value_residual and not first:
+            self.value_residual = LowRank(width, config.value_rank, "none", bias=True)
         self.gate = None
         if config.wkv_gate != "none":
             self.x_g = nn.Parameter(torch.empty(width))
@@ -139,6 +141,8 @@ class RWKV7TimeMix(nn.Module):
         nn.init.constant_(self.r_k, -0.04)
         for projection, bound in ((self.r_proj, 0.5), (self.k_proj, 0.05), (self.v_proj, 0.5)):
             uniform_(projection.weight, -bound / width**0.5, bound / width**0.5, generator)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
         small_init(self.o_proj, generator, self.residual_branches)
         if self.ln_x is not None:
             nn.init.constant_(self.ln_x.weight, self.layer_scale**0.7)

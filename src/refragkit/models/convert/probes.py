@@ -1,0 +1,155 @@
+"""What perplexity doesn't show of a conversion: copying, recall, length, and the cost of a token.
+
+Attention finds an earlier token however long ago; a recurrent state has room for so much. A few attention blocks do
+most of a model's finding (induction heads, Olsson et al. 2022, arXiv 2209.11895), and a model that loses them reads
+ordinary text almost as well.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from refragkit.models.base import SequenceModel
+from refragkit.models.state import BlockState, KVCache, ModelState
+from refragkit.ops.cross_entropy import linear_cross_entropy
+
+if TYPE_CHECKING:
+    from refragkit.data.tokenizer import Tokenizer
+
+_NAMES: tuple[str, ...] = ("Anna", "Ben", "Carl", "Dana", "Eric", "Fay", "George", "Helen", "Ian", "Jane")
+_NAMES += ("Kevin", "Laura", "Mark", "Nina", "Oscar", "Paul", "Rosa", "Sam", "Tina", "Victor")
+PAIRS = 8
+"""Names with a number each in one recall prompt."""
+
+
+@torch.no_grad()
+def token_losses(model: SequenceModel, input_ids: Tensor) -> Tensor:
+    """Nats of each token but the first, in float32: ``[B, T - 1]`` for int64 ``[B, T]`` without padding."""
+    hidden, _ = model.hidden_states(input_ids)
+    return losses_of(model, hidden, input_ids)
+
+
+def losses_of(model: SequenceModel, hidden: Tensor, input_ids: Tensor) -> Tensor:
+    """:func:`token_losses` from hidden states ``[B, T, d_model]``."""
+    flat = linear_cross_entropy(hidden[:, :-1].flatten(0, 1), model.head_weight, input_ids[:, 1:].flatten())
+    return flat.view(input_ids.shape[0], -1)
+
+
+def perplexity(model: SequenceModel, rows: Tensor, batch: int = 2) -> float:
+    """Exponential of the mean loss over windows int64 ``[n, T]``, each read on its own."""
+    losses = torch.cat([token_losses(model, part) for part in torch.split(rows, batch)])
+    return math.exp(float(losses.double().mean()))
+
+
+def induction_rows(vocab_size: int, control_ids: Iterable[int], rows: int, length: int, seed: int) -> Tensor:
+    """Random ordinary tokens, twice in a row: int64 ``[rows, 2 * length]``."""
+    ordinary = torch.ones(vocab_size, dtype=torch.bool)
+    ordinary[[i for i in control_ids if i < vocab_size]] = False
+    ids = ordinary.nonzero().squeeze(1)
+    generator = torch.Generator().manual_seed(seed)
+    once = ids[torch.randint(len(ids), (rows, length), generator=generator)]
+    return torch.cat([once, once], dim=1)
+
+
+def second_copy(losses: Tensor) -> Tensor:
+    """Of the losses of :func:`induction_rows`, those of tokens that can be known: the second copy but its first."""
+    return losses[:, (losses.shape[1] + 1) // 2 :]
+
+
+def induction_perplexity(model: SequenceModel, rows: Tensor, batch: int = 4) -> float:
+    """Perplexity of the second copy: 1 for a model that copies, the vocabulary's size for one that can't."""
+    losses = torch.cat([second_copy(token_losses(model, part)) for part in torch.split(rows, batch)])
+    return math.exp(float(losses.double().mean()))
+
+
+@torch.no_grad()
+def recall(
+    model: SequenceModel, tokenizer: Tokenizer, contexts: int = 50, queries: int = 4, seed: int = 0
+) -> float:
+    """Share of prompts whose number the model would write greedily, every digit of it.
+
+    A prompt gives 8 people a three-digit number each and asks for one of them. A context is read once and asked
+    ``queries`` times.
+
+    Args:
+        model: to ask.
+        tokenizer: its own.
+        contexts: different texts.
+        queries: people asked for in each, 8 at most.
+        seed: of people and numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    right = 0
+    for first in range(0, contexts, 10):
+        prompts, asked = [], []
+        for _ in range(min(10, contexts - first)):
+            people = [_NAMES[i] for i in torch.randperm(len(_NAMES), generator=generator)[:PAIRS].tolist()]
+            numbers = torch.randint(100, 1000, (PAIRS,), generator=generator).tolist()
+            pairs = list(zip(people, numbers, strict=True))
+            prompts.append(tokenizer.encode("\n".join(f"{name}'s number is {n}." for name, n in pairs)))
+            for i in torch.randperm(PAIRS, generator=generator)[:queries].tolist():
+                question = tokenizer.encode(f"\n{pairs[i][0]}'s number is")
+                asked.append((question, tokenizer.encode(f" {pairs[i][1]}")))
+        ids, mask = _padded(prompts)
+        device = model.head_weight.device
+        state = model(
+            ids.to(device), attention_mask=mask.to(device), return_state=True, logits_to_keep=1
+        ).state
+        ids, mask = _padded([question + answer for question, answer in asked])
+        # Right padding: what follows an answer changes nothing before it
+        logits = model(
+            ids.to(device), attention_mask=mask.to(device), state=state.expand(min(queries, PAIRS))
+        ).logits
+        guesses = logits.argmax(-1).cpu()
+        for guess, (question, answer) in zip(guesses, asked, strict=True):
+            start = len(question) - 1
+            right += guess[start : start + len(answer)].tolist() == answer
+    return right / (contexts * min(queries, PAIRS))
+
+
+def _padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return ids, mask
+
+
+def perplexity_by_position(model: SequenceModel, rows: Tensor, parts: int = 4) -> list[float]:
+    """Perplexity of each of ``parts`` equal stretches of long windows int64 ``[n, T]``."""
+    losses = torch.cat([token_losses(model, row[None]) for row in rows]).double().mean(0)
+    return [math.exp(float(part.mean())) for part in losses.tensor_split(parts)]
+
+
+@torch.no_grad()
+def decoding_tokens_per_second(model: SequenceModel, context: int, steps: int = 16, seed: int = 0) -> float:
+    """Speed of decoding one row token by token behind ``context`` tokens.
+
+    The state is of that length and its content is noise, which changes nothing about the time.
+    """
+    weight = model.head_weight
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+    read = model(first, return_state=True).state
+    lengths = torch.full_like(read.lengths, context)
+
+    def noise(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator).to(weight)
+
+    blocks: list[BlockState] = []
+    for block in read:
+        if isinstance(block, KVCache):
+            shape = (1, block.keys.shape[1], context, block.keys.shape[3])
+            block = KVCache(noise(shape), noise(shape), lengths)
+        blocks.append(block)
+    state = ModelState(tuple(blocks), lengths)
+    state = model(first, state=state, return_state=True).state  # room to grow is made here
+    started = time.perf_counter()
+    for _ in range(steps):
+        state = model(first, state=state.overwritable(), return_state=True).state
+    return steps / (time.perf_counter() - started)
