@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from refragkit.ops import cuda_kernels
 from refragkit.ops.precision import matmul_dtype
 
 CHUNK_TOKENS = 64
@@ -67,6 +68,9 @@ def ssd(
         ValueError: shapes that don't fit together.
     """
     _check(x, dt, A, B, C, state)
+    kernels = cuda_kernels.for_ssd(x, dt, A, B, C, state)
+    if kernels is not None:
+        return cuda_kernels.ssd(kernels, x, dt, A, B, C, state, D, segment_ids)
     out_dtype = x.dtype
     dtype = torch.promote_types(out_dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from refragkit.ops import cuda_kernels
+
 CHUNK_TOKENS = 32
 # exp() of half a chunk's decay must stay far inside float32 (and its products too): e^30 ~ 1e13.
 _MAX_HALF_EXPONENT = 30.0
@@ -75,6 +77,11 @@ def wkv7(
         ValueError: shapes that don't fit together.
     """
     _check(r, log_decay, k, v, a, b, state)
+    if least_log_decay is None:
+        log_decay = log_decay.clamp(min=_STRONGEST)
+    kernels = cuda_kernels.for_wkv7(r, log_decay, k, v, a, b, state)
+    if kernels is not None:
+        return cuda_kernels.wkv7(kernels, r, log_decay, k, v, a, b, state, segment_ids, least_log_decay)
     out_dtype = v.dtype
     dtype = torch.promote_types(out_dtype, torch.float32)
     with torch.autocast(r.device.type, enabled=False):
@@ -84,7 +91,6 @@ def wkv7(
             out, state = _step(r, log_decay, k, v, a, b, state)
         else:
             if least_log_decay is None:
-                log_decay = log_decay.clamp(min=_STRONGEST)
                 least_log_decay = _least(log_decay)
             Q = _chunk_length(least_log_decay, min(chunk_tokens, r.shape[1]))
             out, state = _chunked(r, log_decay, k, v, a, b, state, segment_ids, Q)
