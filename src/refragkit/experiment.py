@@ -86,28 +86,56 @@ class Run:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of ``model.path`` where a trained model is given, else the data's."""
-        from refragkit.data.tokenizer import Tokenizer
+        """The tokenizer of ``model.init`` or ``model.path`` where one is given, else the data's."""
+        from refragkit.data.tokenizer import Tokenizer, has_tokenizer
 
-        if self.model_path is not None and self.cfg.data.get("tokenizer") is None:
-            return Tokenizer.load(self.model_path)
-        return self.data.build_tokenizer(self.cache_dir)
+        if self.model_path is None or self.cfg.data.get("tokenizer") is not None:
+            return self.data.build_tokenizer(self.cache_dir)
+        if not has_tokenizer(self.model_path):
+            raise ConfigError(
+                f"{self.model_path} holds a model without a tokenizer; give the folder of the one it was trained with"
+                " as data.tokenizer=DIR"
+            )
+        return Tokenizer.load(self.model_path)
 
-    @property
+    @cached_property
     def model_path(self) -> str | None:
-        """The folder of the trained model that ``model.path`` means, or None for random weights."""
-        from refragkit.models.location import model_location
+        """The folder of the model that ``model.init`` or ``model.path`` means, or None for random weights."""
+        from refragkit.models.build import model_folder
 
-        path: str | None = self.cfg.model.get("path")
-        return None if path is None else str(model_location(path))
+        folder = model_folder(self.cfg.model, self.cache_dir)
+        return None if folder is None else str(folder)
 
     @cached_property
     def model(self) -> SequenceModel:
-        """The model with its adapter applied."""
-        from refragkit.models.build import build_model
-
-        model = build_model(self.cfg.model, vocab_size=self.tokenizer.vocab_size, seed=self.seed)
+        """The model to be trained, with its adapter applied."""
+        model = self.build_model(self.tokenizer)
+        if self.model_path is not None and self.cfg.choices.adapter == "none":
+            model.float()  # updates are smaller than bfloat16's steps; hardware.precision says what computes
         self.apply_adapter(model)
+        if self.hardware.compile:
+            model.compile_blocks()
+        return model
+
+    def build_model(self, tokenizer: Tokenizer | None, *, any_kind: bool = False) -> SequenceModel:
+        """The configured model without an adapter.
+
+        Args:
+            tokenizer: what it will read; None checks nothing. Tokens that our format adds to a pretrained tokenizer get
+                embeddings.
+            any_kind: take a pretrained model whatever option of the model group it is.
+        """
+        from refragkit.models.build import build_model
+        from refragkit.models.vocabulary import embed_added_tokens
+
+        cfg: dict[str, Any] = {str(key): value for key, value in self.cfg.model.items()}
+        if any_kind and cfg["init"] is not None:
+            cfg |= {"init": None, "path": self.model_path}
+        added = self.cfg.model.init is not None and tokenizer is not None and tokenizer.added_ids
+        vocab_size = None if tokenizer is None or added else tokenizer.vocab_size
+        model = build_model(cfg, vocab_size=vocab_size, seed=self.seed, cache_dir=self.cache_dir)
+        if tokenizer is not None and added:
+            embed_added_tokens(model, tokenizer)
         return model
 
     def apply_adapter(self, model: SequenceModel) -> AdapterReport:

@@ -38,8 +38,14 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 _FORMAT = "refragkit-bpe-1"
 _CONFIG_FILE = "tokenizer_config.json"
 _TOKENIZER_FILE = "tokenizer.json"
+_ANY_TOKENIZER_FILE = (_TOKENIZER_FILE, _CONFIG_FILE, "tokenizer.model", "vocab.json")
 # Control tokens of pretrained tokenizers that their authors forgot to flag as special.
 _LOOKS_LIKE_CONTROL = re.compile(r"^<[|｜].*[|｜]>$", re.DOTALL)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a model's folder also holds a tokenizer."""
+    return any((Path(folder) / name).is_file() for name in _ANY_TOKENIZER_FILE)
 
 
 class Tokenizer:
@@ -54,13 +60,22 @@ class Tokenizer:
         bos_id: what a pretrained model expects in front of every text, if anything.
         special_ids: the tokens of `SPECIAL_TOKENS` that this tokenizer has (all of them, unless it brings
             a chat template of its own).
+        added_ids: of these, what `load` has just added to a pretrained tokenizer: its model doesn't know them yet.
         control_ids: every id that plain text must not produce.
         chat_template: the Jinja template of a pretrained chat tokenizer, else None.
         fingerprint: sha256 of everything that decides what ids a text gets.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, pretrained: Any = None) -> None:
-        """Wrap a ``tokenizers`` object; ``pretrained`` is the transformers tokenizer that it came from."""
+    def __init__(
+        self, backend: tokenizers.Tokenizer, pretrained: Any = None, new_tokens: Sequence[str] = ()
+    ) -> None:
+        """Wrap a ``tokenizers`` object.
+
+        Args:
+            backend: the object.
+            pretrained: the transformers tokenizer that it came from.
+            new_tokens: special tokens that its model was not trained with.
+        """
         # A pretrained folder may carry these; they would silently cut or pad what we encode.
         backend.no_truncation()
         backend.no_padding()
@@ -73,6 +88,7 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         self.special_ids: dict[str, int] = {t: vocabulary[t] for t in SPECIAL_TOKENS if t in vocabulary}
+        self.added_ids: dict[str, int] = {t: vocabulary[t] for t in new_tokens}
         self.control_ids: frozenset[int] = frozenset(
             [i for i, t in added.items() if t.special or _LOOKS_LIKE_CONTROL.match(t.content)]
             + list(self.special_ids.values())
@@ -157,13 +173,14 @@ class Tokenizer:
             pretrained.chat_template = pretrained.get_chat_template()
         if add_special_tokens is None:
             add_special_tokens = not pretrained.chat_template
+        missing: list[str] = []
         if add_special_tokens:
             known = pretrained.get_vocab()
             missing = [t for t in SPECIAL_TOKENS if t not in known]
             pretrained.add_tokens(
                 [AddedToken(t, special=True, normalized=False) for t in missing], special_tokens=True
             )
-        return cls(pretrained.backend_tokenizer, pretrained)
+        return cls(pretrained.backend_tokenizer, pretrained, missing)
 
     def save(self, folder: str | Path) -> None:
         """Write files that `load` and ``transformers.AutoTokenizer`` read into ``folder``.

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from refragkit.errors import ConfigError
 from refragkit.models.base import SequenceModel
-from refragkit.models.checkpoint import load_model
+from refragkit.models.checkpoint import load_model, read_config
 from refragkit.models.config import SIZES, ModelConfig
 from refragkit.models.hybrid import HybridLM
 from refragkit.models.location import model_location
+from refragkit.models.pretrained import resolve_pretrained
 
 DEFAULT_VOCAB_SIZE = 4096
+DEFAULT_CACHE_DIR = Path("outputs", "cache")
+"""Where pretrained models that have to be converted are kept, unless the caller says."""
 
 
 def build_model(
-    cfg: Mapping[str, Any], vocab_size: int | None = None, seed: int = 0, device: str = "cpu"
+    cfg: Mapping[str, Any],
+    vocab_size: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    cache_dir: str | Path | None = None,
 ) -> SequenceModel:
     """Build the model that a configuration node describes.
 
@@ -29,11 +37,12 @@ def build_model(
             size of the tokenizers that ``conf/data`` trains.
         seed: of the initial weights, which depend on nothing else; in particular not on torch's global state.
         device: where to put them; ``meta`` allocates nothing.
+        cache_dir: where pretrained models that have to be converted are kept; None for ``outputs/cache``.
 
     Raises:
-        ConfigError: an unknown target, argument or size, values that don't fit together, or a vocabulary smaller
-            than the tokenizer's.
-        CheckpointError: ``path`` is set and there is no model that can be read.
+        ConfigError: an unknown target, argument or size, values that don't fit together, a pretrained model of another
+            kind, or a vocabulary smaller than the tokenizer's.
+        CheckpointError: ``init`` or ``path`` is set and there is no model that can be read.
     """
     arguments = {str(key): _plain(value) for key, value in dict(cfg).items()}
     target = str(arguments.pop("_target_", ""))
@@ -44,9 +53,20 @@ def build_model(
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"model._target_: there is no {target!r} ({error})") from error
-    path = arguments.get("path")
+    init, path = arguments.get("init"), arguments.get("path")
+    if init is not None:
+        family = function_name.replace("_", "-")
+        kept = ("init", "path", "size", "gradient_checkpointing")
+        sizes = [f"model.{key}" for key, value in arguments.items() if value is not None and key not in kept]
+        if sizes:
+            raise ConfigError(
+                f"model.init={init} brings its own sizes, and these are set as well: {', '.join(sizes)};"
+                " leave them null"
+            )
+        arguments["init"] = str(pretrained_folder(family, init, path, Path(cache_dir or DEFAULT_CACHE_DIR)))
+    loaded = init is not None or path is not None
     fixed = arguments.get("vocab_size")
-    if fixed is None and path is None:
+    if fixed is None and not loaded:
         fixed = (
             SIZES.get(function_name.replace("_", "-"), {})
             .get(str(arguments.get("size")), {})
@@ -54,6 +74,8 @@ def build_model(
         )
     if path is not None:
         arguments["vocab_size"] = vocab_size
+    elif init is not None:
+        pass  # its own; one that is set is refused
     elif fixed is None:
         arguments["vocab_size"] = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
     elif vocab_size is not None and fixed < vocab_size:
@@ -65,13 +87,75 @@ def build_model(
         model = cast(SequenceModel, function(**arguments, seed=seed, device=device))
     except TypeError as error:
         raise ConfigError(f"model: {target} does not take these arguments: {error}") from error
-    if path is not None and vocab_size is not None and model.vocab_size < vocab_size:
+    if loaded and vocab_size is not None and model.vocab_size < vocab_size:
+        shown = f"model.path: {path}" if init is None else f"model.init={init}"
         raise ConfigError(
-            f"model.path: {path} has a vocabulary of {model.vocab_size}, but the tokenizer has {vocab_size} entries:"
+            f"{shown} has a vocabulary of {model.vocab_size}, but the tokenizer has {vocab_size} entries:"
             " ids would fall outside the embedding. Choose the tokenizer that belongs to the model"
             " (data.tokenizer=null takes the one in its folder)."
         )
     return model
+
+
+def model_folder(cfg: Mapping[str, Any], cache_dir: Path) -> Path | None:
+    """The folder (or single checkpoint file) that ``init`` or ``path`` of a node means, or None for random weights.
+
+    Raises:
+        ConfigError: both are set.
+        CheckpointError: nothing is there.
+    """
+    init, path = cfg.get("init"), cfg.get("path")
+    _one_start(init, path)
+    if init is not None:
+        return resolve_pretrained(init, cache_dir)
+    return None if path is None else model_location(path)
+
+
+def _one_start(init: str | None, path: str | None) -> None:
+    if init is not None and path is not None:
+        raise ConfigError(
+            f"model.init={init} and model.path={path} both name a model to start from; leave one null: model.init for"
+            " a pretrained model, model.path for one that was trained here"
+        )
+
+
+def pretrained_folder(family: str, init: str, path: str | None, cache_dir: Path) -> Path:
+    """The folder that ``model.init`` means, if its model is of the kind that an option of the group trains.
+
+    Args:
+        family: the option: mamba, hybrid, rwkv-qwen or transformer.
+        init: see :func:`refragkit.models.pretrained.resolve_pretrained`.
+        path: ``model.path``, which excludes it.
+        cache_dir: where conversions are kept.
+
+    Raises:
+        ConfigError: both are set, or the model is of another kind; the message names the options that fit.
+        CheckpointError: there is none that can be read.
+    """
+    _one_start(init, path)
+    folder = resolve_pretrained(init, cache_dir)
+    config = read_config(folder)
+    options, pattern = fitting_options(config), config.block_pattern
+    if family not in options:
+        kinds = {"T": "attention", "M": "Mamba-2", "R": "RWKV-7"}
+        held = " and ".join(
+            f"{pattern.count(kind)} {name}" for kind, name in kinds.items() if kind in pattern
+        )
+        raise ConfigError(
+            f"model={family} does not fit model.init={init}, which has {held} blocks; choose"
+            f" {' or '.join(f'model={option}' for option in options)}"
+        )
+    return folder
+
+
+def fitting_options(config: ModelConfig) -> list[str]:
+    """The options of the model group that a stack of this shape is one of, the closest first."""
+    kinds = set(config.block_pattern)
+    if kinds == {"T"}:
+        return ["transformer"]
+    if kinds == {"M"} and config.mlp == "none":
+        return ["mamba"]
+    return ["rwkv-qwen", "hybrid"] if kinds <= {"R", "T"} else ["hybrid"]
 
 
 def build_from_config(
@@ -89,6 +173,7 @@ def build_from_config(
 
 
 def mamba(
+    init: str | None = None,
     path: str | None = None,
     size: str = "tiny",
     vocab_size: int | None = None,
@@ -105,6 +190,8 @@ def mamba(
     """A pure Mamba-2 stack. None means "what ``size`` says".
 
     Args:
+        init: a pretrained model to start from, see :func:`refragkit.models.pretrained.resolve_pretrained`; it must be
+            of this kind, and its sizes are its own.
         path: a trained model to load: its architecture is its own, and every size below is ignored.
         size: a key of ``SIZES["mamba"]``; 130m to 2.7b are the released shapes.
         vocab_size: rows of the embedding.
@@ -121,6 +208,7 @@ def mamba(
     return _build(
         "mamba",
         size,
+        init,
         path,
         seed,
         device,
@@ -136,6 +224,7 @@ def mamba(
 
 
 def hybrid(
+    init: str | None = None,
     path: str | None = None,
     size: str = "tiny",
     vocab_size: int | None = None,
@@ -158,6 +247,8 @@ def hybrid(
     """Attention and Mamba-2 blocks (or any pattern of T, M and R), each with a SwiGLU. None means "what ``size`` says".
 
     Args:
+        init: a pretrained model to start from, see :func:`refragkit.models.pretrained.resolve_pretrained`; it must be
+            of this kind, and its sizes are its own.
         path: a trained model to load: its architecture is its own, and every size below is ignored.
         size: a key of ``SIZES["hybrid"]``.
         vocab_size: rows of the embedding.
@@ -180,6 +271,7 @@ def hybrid(
     return _build(
         "hybrid",
         size,
+        init,
         path,
         seed,
         device,
@@ -201,6 +293,7 @@ def hybrid(
 
 
 def rwkv_qwen(
+    init: str | None = None,
     path: str | None = None,
     size: str = "tiny",
     vocab_size: int | None = None,
@@ -224,6 +317,8 @@ def rwkv_qwen(
     None means "what ``size`` says".
 
     Args:
+        init: a pretrained model to start from, see :func:`refragkit.models.pretrained.resolve_pretrained`; it must be
+            of this kind, and its sizes are its own.
         path: a trained model to load: its architecture is its own, and every size below is ignored.
         size: a key of ``SIZES["rwkv-qwen"]``; 1.5b has the dimensions and vocabulary of Qwen2.5-1.5B.
         vocab_size: rows of the embedding.
@@ -245,6 +340,7 @@ def rwkv_qwen(
     return _build(
         "rwkv-qwen",
         size,
+        init,
         path,
         seed,
         device,
@@ -265,6 +361,7 @@ def rwkv_qwen(
 
 
 def transformer(
+    init: str | None = None,
     path: str | None = None,
     size: str = "tiny",
     vocab_size: int | None = None,
@@ -284,6 +381,8 @@ def transformer(
     """Attention only, the control. None means "what ``size`` says".
 
     Args:
+        init: a pretrained model to start from, see :func:`refragkit.models.pretrained.resolve_pretrained`; it must be
+            of this kind, and its sizes are its own.
         path: a trained model to load: its architecture is its own, and every size below is ignored.
         size: a key of ``SIZES["transformer"]``; 1.5b has the dimensions and vocabulary of Qwen2.5-1.5B.
         vocab_size: rows of the embedding.
@@ -303,6 +402,7 @@ def transformer(
     return _build(
         "transformer",
         size,
+        init,
         path,
         seed,
         device,
@@ -323,14 +423,18 @@ def transformer(
 def _build(
     family: str,
     size: str,
+    init: str | None,
     path: str | None,
     seed: int,
     device: str,
     gradient_checkpointing: bool,
     **overrides: Any,
 ) -> SequenceModel:
-    if path is not None:
-        model = load_model(model_location(path), device=device)
+    location = None if path is None else model_location(path)
+    if init is not None:
+        location = pretrained_folder(family, init, path, DEFAULT_CACHE_DIR)
+    if location is not None:
+        model = load_model(location, device=device)
         model.gradient_checkpointing = gradient_checkpointing
         return model
     sizes = SIZES[family]

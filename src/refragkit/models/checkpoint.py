@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -113,7 +114,39 @@ def load_model(
     wanted_dtype = _dtype(dtype)
     if quantize is not None:
         raise CheckpointError(f"quantize={quantize!r} is not available; leave it null")
-    location = Path(path)
+    contents = _open(Path(path))
+    return _assemble(contents, wanted_dtype, device)
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The shape of a model that :func:`load_model` reads, without its weights.
+
+    Raises:
+        CheckpointError: as there, but for keys and shapes of tensors.
+    """
+    return _open(Path(path)).config
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """A checkpoint whose tensors are still in their file.
+
+    Attributes:
+        config: its shape.
+        entries: the tensors that it must have.
+        source: where they are.
+        head: the name of the output head there.
+        unused: a regular expression for names of tensors that may be there and carry nothing.
+    """
+
+    config: ModelConfig
+    entries: list[Entry]
+    source: TensorSource
+    head: str
+    unused: str
+
+
+def _open(location: Path) -> _Contents:
     values: dict[str, Any] = {}
     layout: Layout | None = None
     if location.is_file():
@@ -141,7 +174,7 @@ def load_model(
         raise CheckpointError(f"{location}: {error}") from error
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{location}: a value or shape of the wrong kind: {error}") from error
-    return _assemble(config, entries, source, head, unused, wanted_dtype, device)
+    return _Contents(config, entries, source, head, unused)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -174,25 +207,18 @@ def _empty_model(config: ModelConfig) -> HybridLM:
         return HybridLM(config)
 
 
-def _assemble(
-    config: ModelConfig,
-    entries: list[Entry],
-    source: TensorSource,
-    head: str,
-    unused: str,
-    dtype: torch.dtype | None,
-    device: str,
-) -> HybridLM:
+def _assemble(contents: _Contents, dtype: torch.dtype | None, device: str) -> HybridLM:
     """Make a model of a source's tensors, one at a time, without initialising anything first."""
+    config, source, head = contents.config, contents.source, contents.head
     model = _empty_model(config)
     expected = model.state_dict()
-    table = {entry.theirs: entry for entry in entries}
+    table = {entry.theirs: entry for entry in contents.entries}
     if config.tie_embeddings:
         table.pop(head)
     shapes = source.shapes
     missing = sorted(set(table) - set(shapes))
     unknown = sorted(set(shapes) - set(table) - {head if config.tie_embeddings else ""})
-    unknown = [name for name in unknown if not re.fullmatch(unused, name)]
+    unknown = [name for name in unknown if not re.fullmatch(contents.unused, name)]
     wrong = [
         f"{name} {shapes[name]} instead of {tuple(expected[entry.ours].shape)}"
         for name, entry in table.items()

@@ -16,6 +16,7 @@ import json
 import logging
 import shutil
 import tempfile
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,14 @@ def converted_folder(cache_dir: Path, name: str, digest: str) -> Path:
 
 
 def _file_digest(file: Path) -> str:
+    status = file.stat()
+    return _digest_of_version(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache
+def _digest_of_version(file: Path, size_bytes: int, modified_ns: int) -> str:
+    """A run asks several times, and a file may hold many gigabytes."""
+    del size_bytes, modified_ns
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

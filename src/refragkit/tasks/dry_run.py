@@ -53,7 +53,9 @@ def dry_run(run: Run, recipe: Recipe) -> None:
 
     data = run.data
     vocab_size = data.vocab_size if run.model_path is None else None  # a trained model has its own
-    model = build_model(run.cfg.model, vocab_size=vocab_size, seed=run.seed, device="meta")
+    model = build_model(
+        run.cfg.model, vocab_size=vocab_size, seed=run.seed, device="meta", cache_dir=run.cache_dir
+    )
     kinds = model.parameter_counts()
     report = run.apply_adapter(model)
     trainable = report.trainable_parameters

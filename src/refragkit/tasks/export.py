@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("refragkit")
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-
 
 def export(
     run: Run,
@@ -24,7 +22,7 @@ def export(
     export_dir: str | None = None,
     adapter_path: str | None = None,
 ) -> None:
-    """Load ``model.path`` and save it with its tokenizer.
+    """Load the model and save it with its tokenizer.
 
     Args:
         run: the run.
@@ -62,10 +60,10 @@ def export(
 
 def _tokenizer(run: Run) -> Tokenizer | None:
     """The tokenizer to save beside the weights: the configured one, or the model folder's if it has one."""
-    source = Path(run.model_path or "")
-    if run.cfg.data.get("tokenizer") is None and not any(
-        (source / name).is_file() for name in _TOKENIZER_FILES
-    ):
+    from refragkit.data.tokenizer import has_tokenizer
+
+    source = run.model_path or ""
+    if run.cfg.data.get("tokenizer") is None and not has_tokenizer(source):
         log.warning(
             "%s has no tokenizer: only the weights are exported (data.tokenizer=DIR adds one)", source
         )

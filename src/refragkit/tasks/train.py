@@ -53,7 +53,8 @@ def train(run: Run) -> None:
     recipe: Recipe = instantiate(run.cfg, "method")
     # What doesn't fit is said before data are read or an index is built; on the meta device a model costs nothing.
     vocab_size = 512 if run.model_path is None else None  # a trained model has its own
-    check_method(run, recipe, build_model(run.cfg.model, vocab_size=vocab_size, device="meta").block_pattern)
+    planned = build_model(run.cfg.model, vocab_size=vocab_size, device="meta", cache_dir=run.cache_dir)
+    check_method(run, recipe, planned.block_pattern)
     run.hardware.gradient_accumulation(recipe.global_batch_size)
     _ = run.reward
     if run.cfg.dry_run:

@@ -19,8 +19,8 @@ def check_run(run: Run) -> None:
     """Refuse settings that mean nothing to a task that uses a trained model, before anything is loaded.
 
     Raises:
-        ConfigError: a dry run, an adapter to be made, or no ``model.path``.
-        CheckpointError: ``model.path`` is no model.
+        ConfigError: a dry run, an adapter to be made, or neither ``model.path`` nor ``model.init``.
+        CheckpointError: what that names is no model.
     """
     task = run.cfg.choices.task
     if run.cfg.dry_run:
@@ -33,12 +33,12 @@ def check_run(run: Run) -> None:
     if run.model_path is None:
         raise ConfigError(
             f"task={task} needs a trained model: give model.path=DIR, a model folder or the folder of a run that"
-            " trained one"
+            " trained one, or model.init=NAME for a pretrained one"
         )
 
 
 def trained_model(run: Run, tokenizer: Tokenizer | None, adapter_path: str | None) -> SequenceModel:
-    """Load ``model.path``, put the adapter on it, and move it to the run's device, ready to read.
+    """Load ``model.path`` or ``model.init``, put the adapter on it, and move it to the run's device, ready to read.
 
     Args:
         run: checked by `check_run`.
@@ -51,11 +51,8 @@ def trained_model(run: Run, tokenizer: Tokenizer | None, adapter_path: str | Non
     """
     import torch
 
-    from refragkit.models.build import build_model
-
     hardware = run.hardware
-    vocab_size = None if tokenizer is None else tokenizer.vocab_size
-    model = build_model(run.cfg.model, vocab_size=vocab_size, seed=run.seed)
+    model = run.build_model(tokenizer, any_kind=True)
     if adapter_path is not None:
         from refragkit.adapters.peft_format import load_adapter
 
@@ -65,6 +62,8 @@ def trained_model(run: Run, tokenizer: Tokenizer | None, adapter_path: str | Non
     if hardware.precision == "bf16-true":
         model.to(torch.bfloat16)
     model.to(_TORCH_DEVICE[hardware.accelerator]).eval()
+    if hardware.compile:
+        model.compile_blocks()
     log.info(
         "model: %s, %s parameters, block pattern %s",
         run.model_path,
