@@ -76,6 +76,10 @@ class SequenceModel(nn.Module, ABC):
                 get zeros in front), which saves the head's cost on a prompt.
         """
 
+    @abstractmethod
+    def compile_blocks(self) -> None:
+        """Run the blocks through ``torch.compile`` from their first call on."""
+
     @property
     @abstractmethod
     def head_weight(self) -> Tensor:

@@ -20,6 +20,7 @@ from refragkit.models.layers.rope import rotary_tables
 from refragkit.models.layers.rwkv7 import RWKV7TimeMix
 from refragkit.models.layout import TokenLayout
 from refragkit.models.state import BlockState, KVCache, Mamba2State, ModelState, RWKV7State
+from refragkit.ops.graph_break import exclude_from_graphs
 
 _EMBEDDING_STD = 0.02
 
@@ -216,6 +217,30 @@ class HybridLM(SequenceModel):
                 states.append(block_state)
         new_state = ModelState(tuple(states), layout.total_lengths) if return_state else None
         return self.norm(x), layout, new_state
+
+    def compile_blocks(self) -> None:
+        """Run each block through ``torch.compile`` from its first call on; names of parameters stay as they are.
+
+        Blocks of one kind share their compiled code. Lengths and batch sizes are symbolic, but 1 is a case of its own
+        (decoding).
+        """
+        from torch._dynamo import config as dynamo
+        from torch._inductor import config as inductor
+        from torch.fx.experimental import _config as shapes
+
+        exclude_from_graphs()
+        # Kinds x (one row, many) x (one token, many) x padding x state x gradients; dynamo's own limit is 8
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 1024)
+        # One break in a block means two graphs, not one for each function on the way to it
+        if hasattr(dynamo, "nested_graph_breaks"):  # not in every torch
+            dynamo.nested_graph_breaks = True
+        # Sizes that happen to be equal (as many rows as heads) stay symbols of their own
+        shapes.use_duck_shape = False
+        # Dropout draws the numbers that it draws uncompiled
+        inductor.fallback_random = True
+        for block in self.blocks:
+            block.compile(dynamic=True)
 
     @property
     def head_weight(self) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from refragkit.ops import cuda_kernels
+from refragkit.ops.graph_break import graph_break
 from refragkit.ops.precision import matmul_dtype
 
 CHUNK_TOKENS = 64
@@ -68,25 +69,15 @@ def ssd(
         ValueError: shapes that don't fit together.
     """
     _check(x, dt, A, B, C, state)
-    kernels = cuda_kernels.for_ssd(x, dt, A, B, C, state)
-    if kernels is not None:
-        return cuda_kernels.ssd(kernels, x, dt, A, B, C, state, D, segment_ids)
-    out_dtype = x.dtype
-    dtype = torch.promote_types(out_dtype, torch.float32)
+    if x.shape[1] > 1:
+        return _over_chunks(x, dt, A, B, C, state, D, segment_ids, chunk_tokens)
+    dtype = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
-        dt, A = dt.to(dtype), A.to(dtype)
+        inputs, dt, A, B, C = (t.to(dtype) for t in (x, dt, A, B, C))
         D, state = (None if t is None else t.to(dtype) for t in (D, state))
-        if x.shape[1] == 1:
-            overwrite = overwrite_state and not torch.is_grad_enabled()
-            y, state = _step(x.to(dtype), dt, A, B.to(dtype), C.to(dtype), state, overwrite)
-            y = y if D is None else torch.addcmul(y, x.to(dtype), D[:, None])
-        else:
-            if x.dtype == dtype:
-                B, C = B.to(dtype), C.to(dtype)
-            keep = torch.is_grad_enabled()
-            apply = _ChunkedSSD.apply
-            y, state = apply(x, dt, A, B, C, state, D, segment_ids, chunk_tokens, keep)  # type: ignore[no-untyped-call]
-    return y.to(out_dtype), state
+        y, state = _step(inputs, dt, A, B, C, state, overwrite_state and not torch.is_grad_enabled())
+        y = y if D is None else torch.addcmul(y, inputs, D[:, None])
+    return y.to(x.dtype), state
 
 
 def ssd_reference(
@@ -164,6 +155,33 @@ def _step(
         S = S.view(*rows, N).addcmul_(write, B)
     y = S @ C.mT
     return y.view(batch, 1, H, P), S.view(batch, H, P, N)
+
+
+@graph_break
+def _over_chunks(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+    chunk_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    kernels = cuda_kernels.for_ssd(x, dt, A, B, C, state)
+    if kernels is not None:
+        return cuda_kernels.ssd(kernels, x, dt, A, B, C, state, D, segment_ids)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        dt, A = dt.to(dtype), A.to(dtype)
+        D, state = (None if t is None else t.to(dtype) for t in (D, state))
+        if x.dtype == dtype:
+            B, C = B.to(dtype), C.to(dtype)
+        keep = torch.is_grad_enabled()
+        apply = _ChunkedSSD.apply
+        y, state = apply(x, dt, A, B, C, state, D, segment_ids, chunk_tokens, keep)  # type: ignore[no-untyped-call]
+    return y.to(x.dtype), state
 
 
 class _Chunks(NamedTuple):

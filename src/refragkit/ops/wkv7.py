@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from refragkit.ops import cuda_kernels
+from refragkit.ops.graph_break import graph_break
 
 CHUNK_TOKENS = 32
 # exp() of half a chunk's decay must stay far inside float32 (and its products too): e^30 ~ 1e13.
@@ -77,8 +78,8 @@ def wkv7(
         ValueError: shapes that don't fit together.
     """
     _check(r, log_decay, k, v, a, b, state)
-    if least_log_decay is None:
-        log_decay = log_decay.clamp(min=_STRONGEST)
+    if r.shape[1] > 1:
+        return _over_chunks(r, log_decay, k, v, a, b, state, segment_ids, chunk_tokens, least_log_decay)
     kernels = cuda_kernels.for_wkv7(r, log_decay, k, v, a, b, state)
     if kernels is not None:
         return cuda_kernels.wkv7(kernels, r, log_decay, k, v, a, b, state, segment_ids, least_log_decay)
@@ -86,14 +87,7 @@ def wkv7(
     dtype = torch.promote_types(out_dtype, torch.float32)
     with torch.autocast(r.device.type, enabled=False):
         r, log_decay, k, v, a, b = (t.to(dtype) for t in (r, log_decay, k, v, a, b))
-        state = None if state is None else state.to(dtype)
-        if r.shape[1] == 1:
-            out, state = _step(r, log_decay, k, v, a, b, state)
-        else:
-            if least_log_decay is None:
-                least_log_decay = _least(log_decay)
-            Q = _chunk_length(least_log_decay, min(chunk_tokens, r.shape[1]))
-            out, state = _chunked(r, log_decay, k, v, a, b, state, segment_ids, Q)
+        out, state = _step(r, log_decay, k, v, a, b, None if state is None else state.to(dtype))
     return out.to(out_dtype), state
 
 
@@ -174,6 +168,36 @@ def _step(
         S = state * log_decay.exp()[..., None, :]
         S = S.addcmul_(u[..., None], b[..., None, :]).addcmul_(v[..., None], k[..., None, :])
     return torch.linalg.vecdot(S, r[..., None, :])[:, None], S
+
+
+@graph_break
+def _over_chunks(
+    r: Tensor,
+    log_decay: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    state: Tensor | None,
+    segment_ids: Tensor | None,
+    chunk_tokens: int,
+    least_log_decay: float | None,
+) -> tuple[Tensor, Tensor]:
+    if least_log_decay is None:
+        log_decay = log_decay.clamp(min=_STRONGEST)
+    kernels = cuda_kernels.for_wkv7(r, log_decay, k, v, a, b, state)
+    if kernels is not None:
+        return cuda_kernels.wkv7(kernels, r, log_decay, k, v, a, b, state, segment_ids, least_log_decay)
+    out_dtype = v.dtype
+    dtype = torch.promote_types(out_dtype, torch.float32)
+    with torch.autocast(r.device.type, enabled=False):
+        r, log_decay, k, v, a, b = (t.to(dtype) for t in (r, log_decay, k, v, a, b))
+        state = None if state is None else state.to(dtype)
+        if least_log_decay is None:
+            least_log_decay = _least(log_decay)
+        Q = _chunk_length(least_log_decay, min(chunk_tokens, r.shape[1]))
+        out, state = _chunked(r, log_decay, k, v, a, b, state, segment_ids, Q)
+    return out.to(out_dtype), state
 
 
 def _chunked(

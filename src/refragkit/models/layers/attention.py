@@ -17,6 +17,7 @@ from refragkit.models.layers.linear import Linear
 from refragkit.models.layers.rope import rotate
 from refragkit.models.layout import TokenLayout
 from refragkit.models.state import KVCache, SpareColumns
+from refragkit.ops.graph_break import graph_break
 
 _LEAST_SPARE = 64  # columns
 
@@ -67,6 +68,26 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(batch, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if state is None and layout.document_ids is None and not (return_state and layout.valid is not None):
+            cache = KVCache(k, v, layout.total_lengths) if return_state else None
+            y = self._attend(q, k, v, None, causal=T > 1)
+        else:
+            y, cache = self._read(q, k, v, layout, state, return_state)
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, T, -1))
+        return out, cache
+
+    @graph_break  # widths that depend on the data, and columns that are written in place
+    def _read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: TokenLayout,
+        state: KVCache | None,
+        return_state: bool,
+    ) -> tuple[Tensor, KVCache | None]:
+        """Attention with a cache, packed documents, or padding that a cache must leave out."""
+        T = q.shape[2]
         mask = None
         causal = T > 1
         spare = None
@@ -77,7 +98,7 @@ class Attention(nn.Module):
                 k, v, spare = _append(state, k, v, layout.uniform_past)
             causal = False
             if T > 1 or layout.uniform_past is None:
-                columns = torch.arange(k.shape[2], device=x.device)
+                columns = torch.arange(k.shape[2], device=q.device)
                 mask = (columns <= layout.positions[..., None])[:, None]  # [1 or B, 1, T, S]
         rows = layout.document_rows if state is None else None
         if rows is not None:
@@ -91,9 +112,7 @@ class Attention(nn.Module):
                 same = layout.document_ids[:, :, None] == layout.document_ids[:, None, :]
                 mask, causal = same.tril()[:, None], False
             y = self._attend(q, k, v, mask, causal)
-        cache = self._cache(k, v, layout, spare) if return_state else None
-        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, T, -1))
-        return out, cache
+        return y, self._cache(k, v, layout, spare) if return_state else None
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         batch, _, T, _ = q.shape

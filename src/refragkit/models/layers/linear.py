@@ -18,16 +18,20 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``."""
-        rows = x.numel() // self.in_features
-        if (
-            _FEWEST_ROWS <= rows <= _MOST_ROWS
-            and self.weight.numel() >= _SMALLEST_WEIGHT
+        if self._may_transpose(x):
+            rows = x.numel() // self.in_features
+            if _FEWEST_ROWS <= rows <= _MOST_ROWS:
+                y = (self.weight @ x.reshape(rows, -1).T).T.contiguous()
+                y = y if self.bias is None else y.add_(self.bias)
+                return y.view(*x.shape[:-1], self.out_features)
+        return super().forward(x)
+
+    def _may_transpose(self, x: Tensor) -> bool:
+        """Whatever the number of rows: compiled code checks that at each call once it has been asked for."""
+        return (
+            self.weight.numel() >= _SMALLEST_WEIGHT
             and x.dtype == self.weight.dtype == torch.float32
             and x.device.type == "cpu"
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
-        ):
-            y = (self.weight @ x.reshape(rows, -1).T).T.contiguous()
-            y = y if self.bias is None else y.add_(self.bias)
-            return y.view(*x.shape[:-1], self.out_features)
-        return super().forward(x)
+        )
