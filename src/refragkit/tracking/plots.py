@@ -151,6 +151,86 @@ def plot_retrieval(rows: Sequence[Mapping[str, Any]], path: str | Path, title: s
     return _save(figure, path)
 
 
+def plot_sensitivity(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> Path:
+    """Draws what replacing each block does to text and to copying, into one PNG, written atomically.
+
+    Args:
+        rows: with ``layer``, ``perplexity_ratio``, ``probe_ratio`` and ``choice`` (``chosen`` or anything else).
+        path: of the PNG; its folder is made.
+        title: over the panels.
+
+    Returns:
+        The path.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = sorted(rows, key=lambda row: int(row["layer"]))
+    layers = [int(row["layer"]) for row in rows]
+    colors = ["C0" if row["choice"] == "chosen" else "0.75" for row in rows]
+    figure = Figure(figsize=(max(6.0, 0.28 * len(rows)), 5.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = (("text", "perplexity_ratio"), ("second copy of random tokens", "probe_ratio"))
+    for axes, (heading, key) in zip(figure.subplots(2, 1, sharex=True), panels, strict=True):
+        values = [float(row[key]) for row in rows]
+        axes.bar(layers, [value - 1 for value in values], bottom=1, color=colors)
+        axes.axhline(1, color="black", linewidth=0.8)
+        if max(values) > 3:  # a few blocks that matter would flatten all others
+            axes.set_yscale("log")
+        axes.set_title(heading, fontsize=10)
+        axes.set_ylabel("perplexity / source's", fontsize=9)
+        axes.grid(axis="y", alpha=0.25)
+    axes.set_xlabel("replaced block (blue: chosen)")
+    axes.set_xticks(layers, [str(layer) for layer in layers], fontsize=7)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    return _save(figure, path)
+
+
+def plot_conversion(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
+    """Draws a model before and after a conversion: length, state and speed, into one PNG, written atomically.
+
+    Args:
+        rows: with ``measure`` (``perplexity_at/<tokens>``, ``state_bytes/<tokens>`` and
+            ``tokens_per_second/<tokens>`` are drawn) and a value per model; columns with ``/`` are passed over.
+        path: of the PNG; its folder is made.
+
+    Returns:
+        The path.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = (
+        ("Perplexity up to a position", "perplexity_at/", "tokens", 1.0),
+        ("State (MiB)", "state_bytes/", "tokens of context", 2.0**-20),
+        ("Decoding (tokens/s)", "tokens_per_second/", "tokens of context", 1.0),
+    )
+    drawn = [panel for panel in panels if any(str(row["measure"]).startswith(panel[1]) for row in rows)]
+    figure = Figure(figsize=(3.8 * len(drawn), 3.4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (heading, prefix, label, scale) in zip(
+        figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True
+    ):
+        points = [row for row in rows if str(row["measure"]).startswith(prefix)]
+        positions = [int(str(row["measure"]).removeprefix(prefix)) for row in points]
+        for name in (column for column in points[0] if column != "measure" and " / " not in column):
+            axes.plot(
+                range(len(points)),
+                [scale * float(row[name]) for row in points],
+                marker="o",
+                markersize=4,
+                label=name,
+            )
+        axes.set_xticks(range(len(points)), [f"{position:,}" for position in positions])
+        axes.set_ylim(bottom=0)
+        axes.set_title(heading, fontsize=10)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    return _save(figure, path)
+
+
 def _save(figure: Figure, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ def split_text(documents: Iterable[Document]) -> TextSplit:
     held = set(subset_positions(names, max(1, len(names) // _HELD_OUT_SHARE)))
     sides: tuple[list[str], list[str]] = ([], [])
     for position, name in enumerate(names):
-        sides[position in held] += pieces[name]
+        sides[position in held].extend(pieces[name])
     return TextSplit(*sides)
 
 

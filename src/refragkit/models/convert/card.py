@@ -1,0 +1,158 @@
+"""``MODEL_CARD.md`` of a converted model: what it was made of, how, and what that cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from refragkit.models.config import BLOCK_KINDS
+from refragkit.models.convert.calibrate import CalibrationReport
+from refragkit.models.convert.evaluate import Row, shown
+
+CARD = "MODEL_CARD.md"
+_LICENCE_LINE = re.compile(r"^license(?:_name)?:\s*(\S.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides a conversion.
+
+    Attributes:
+        source: the model as the user named it.
+        folder: where it is; None if it is a single file or unknown.
+        layers: the converted blocks.
+        to: R or M.
+        calibration: lsq, cal or none.
+        calibration_tokens: how many were used.
+        text: where they came from.
+        text_sha256: of their ids.
+        seed: of the run.
+        command: that made it.
+        trained: a sentence about training after the conversion.
+    """
+
+    source: str
+    folder: Path | None
+    layers: Sequence[int]
+    to: str
+    calibration: str
+    calibration_tokens: int
+    text: str
+    text_sha256: str
+    seed: int
+    command: str
+    trained: str = "none"
+
+
+def write_card(
+    folder: Path, recipe: Recipe, reports: Sequence[CalibrationReport], rows: Sequence[Row]
+) -> Path:
+    """Write the card beside the weights, whole or not at all.
+
+    Args:
+        folder: of the converted model.
+        recipe: how it was made.
+        reports: of the calibration.
+        rows: of :func:`~refragkit.models.convert.evaluate.compare`; empty if nothing was measured.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    lines = [
+        f"# {recipe.source}: {len(recipe.layers)} attention blocks as {BLOCK_KINDS[recipe.to]}",
+        "",
+        f"Block pattern `{config['block_pattern']}` (T attention, M Mamba-2, R RWKV-7). Load it with"
+        " `refragkit.load_model`, or as `model.path` of any task.",
+        "",
+        "## Recipe",
+        "",
+        f"- source: {recipe.source}",
+        f"- licence: {licence(recipe.folder)}",
+        f"- converted blocks (from 0): {', '.join(map(str, recipe.layers))}, started from q, k, v and o",
+        f"- calibration: {recipe.calibration}"
+        + (
+            ""
+            if recipe.calibration == "none"
+            else f" on {recipe.calibration_tokens:,} tokens of {recipe.text}"
+        ),
+        f"- training after that: {recipe.trained}",
+        f"- seed: {recipe.seed}",
+        f"- command: `{recipe.command}`",
+        "- everything else (embedding, norms, MLPs, other blocks) is the source's, bit for bit",
+        "",
+        "## Checksums (sha256)",
+        "",
+    ]
+    for name, digest in _checksums(folder, recipe).items():
+        lines.append(f"- {name}: `{digest}`")
+    lines += [
+        "",
+        "## Fit of the new mixers",
+        "",
+        "Mean squared error over the attention's own mean square.",
+        "",
+    ]
+    lines += ["| block | weights as copied | calibrated |", "| ---: | ---: | ---: |"]
+    lines += [f"| {r.layer} | {shown(r.copied)} | {shown(r.fitted)} |" for r in reports]
+    if rows:
+        columns = list(rows[0])
+        lines += ["", "## Measures", "", "On text that nothing was fitted to.", ""]
+        lines += ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
+        for row in rows:
+            values = [shown(v, ratio=" / " in k) for k, v in row.items() if k != "measure"]
+            lines.append("| " + " | ".join([str(row["measure"]), *values]) + " |")
+    path = folder / CARD
+    temporary = folder / f".{CARD}.{os.getpid()}.tmp"
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def licence(folder: Path | None) -> str:
+    """What a model folder says about its licence."""
+    unknown = "that of the source, which says nothing about it here"
+    if folder is None or not folder.is_dir():
+        return unknown
+    for name in ("conversion.json", "config.json"):
+        values = _json(folder / name)
+        for key in ("licence", "license"):
+            if isinstance(values.get(key), str):
+                return str(values[key])
+    for name in (CARD, "README.md"):
+        card = folder / name
+        if card.is_file():
+            text = card.read_text(encoding="utf-8", errors="replace")
+            found = _LICENCE_LINE.search(text) or re.search(r"^- licence: (.+)$", text, re.MULTILINE)
+            if found:
+                return found.group(1).strip()
+    file = next((f for f in sorted(folder.iterdir()) if f.name.upper().startswith("LICEN")), None)
+    return unknown if file is None else f"see the source's {file.name}"
+
+
+def _checksums(folder: Path, recipe: Recipe) -> dict[str, str]:
+    digests = {}
+    if recipe.folder is not None:
+        files = [recipe.folder] if recipe.folder.is_file() else sorted(recipe.folder.glob("*.safetensors"))
+        digests = {f"source {file.name}": _sha256(file) for file in files}
+    digests["calibration token ids"] = recipe.text_sha256
+    for name in ("model.safetensors", "tokenizer.json"):
+        if (folder / name).is_file():
+            digests[name] = _sha256(folder / name)
+    return digests
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
