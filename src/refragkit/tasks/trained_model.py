@@ -64,8 +64,6 @@ def trained_model(run: Run, tokenizer: Tokenizer | None, adapter_path: str | Non
     model.to(_TORCH_DEVICE[hardware.accelerator]).eval()
     if hardware.compile:
         model.compile_blocks()
-    if hardware.compile:
-        model.compile_blocks()
     log.info(
         "model: %s, %s parameters, block pattern %s",
         run.model_path,
