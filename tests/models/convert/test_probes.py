@@ -1,0 +1,144 @@
+"""The probes give a model that copies and recalls full marks, and one that can't none."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from refragkit.data.tokenizer import Tokenizer
+from refragkit.models.base import ModelOutput, SequenceModel
+from refragkit.models.build import hybrid
+from refragkit.models.convert.evaluate import as_table, compare, evaluate_model, evaluation_steps
+from refragkit.models.convert.probes import (
+    _NAMES,
+    PAIRS,
+    decoding_tokens_per_second,
+    induction_perplexity,
+    induction_rows,
+    perplexity,
+    perplexity_by_position,
+    recall,
+)
+
+VOCAB = 61
+
+
+@pytest.fixture(scope="module")
+def model() -> SequenceModel:
+    return hybrid(block_pattern="MTR", vocab_size=VOCAB, seed=2).eval()
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_perplexity_is_that_of_the_logits(model: SequenceModel) -> None:
+    rows = tokens(5, 20)
+    with torch.no_grad():
+        logits = model(rows).logits[:, :-1]
+    losses = functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
+    assert perplexity(model, rows) == pytest.approx(math.exp(losses.mean()), rel=1e-5)
+    parts = perplexity_by_position(model, rows, 2)
+    assert parts[0] == pytest.approx(math.exp(losses[:, :10].mean()), rel=1e-5)
+    assert parts[1] == pytest.approx(math.exp(losses[:, 10:].mean()), rel=1e-5)
+
+
+class Copier(torch.nn.Module):
+    """Predicts the token ``lag`` places back from the one it predicts; knows nothing for lag 0."""
+
+    def __init__(self, lag: int) -> None:
+        super().__init__()
+        self.lag = lag
+        self.head_weight = torch.eye(VOCAB)
+
+    def hidden_states(self, ids: Tensor) -> tuple[Tensor, None]:
+        if not self.lag:
+            return torch.zeros(*ids.shape, VOCAB), None
+        return 50.0 * functional.one_hot(ids.roll(self.lag - 1, 1), VOCAB).float(), None
+
+
+def test_the_induction_probe_sees_copying_and_nothing_else() -> None:
+    rows = induction_rows(VOCAB, [0, 3, 999], rows=6, length=16, seed=0)
+    assert rows.shape == (6, 32) and torch.equal(rows[:, :16], rows[:, 16:])
+    assert not {0, 3} & set(rows.flatten().tolist()) and len(set(rows.flatten().tolist())) > 30
+    assert torch.equal(rows, induction_rows(VOCAB, [0, 3], 6, 16, 0))
+    assert not torch.equal(rows, induction_rows(VOCAB, [0, 3], 6, 16, 1))
+    perfect: Any = Copier(16)
+    assert induction_perplexity(perfect, rows) == pytest.approx(1, abs=1e-6)
+    ignorant: Any = Copier(0)
+    assert induction_perplexity(ignorant, rows) == pytest.approx(VOCAB, rel=1e-5)
+    wrong: Any = Copier(15)
+    assert induction_perplexity(wrong, rows) > 1e9
+
+
+@dataclass
+class Contexts:
+    texts: list[str]
+
+    def expand(self, k: int) -> Contexts:
+        return Contexts([text for text in self.texts for _ in range(k)])
+
+
+class Reader(torch.nn.Module):
+    """Reads the text so far and writes the number of the person asked for, if it is one that it knows."""
+
+    def __init__(self, tokenizer: Tokenizer, known: set[str]) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.known = known
+        self.head_weight = torch.zeros(1)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, state: Any = None, **options: Any) -> ModelOutput:
+        rows = [row[mask == 1].tolist() for row, mask in zip(ids, attention_mask, strict=True)]
+        texts = [self.tokenizer.decode(row) for row in rows]
+        logits = torch.zeros(*ids.shape, self.tokenizer.vocab_size)
+        if state is None:
+            assert all(text.count("'s number is") == PAIRS for text in texts)
+            return ModelOutput(logits, Contexts(texts))  # type: ignore[arg-type]
+        for i, (row, context) in enumerate(zip(rows, state.texts, strict=True)):
+            (name,) = re.findall(r"\n(\w+)'s number is", texts[i])
+            (number,) = re.findall(rf"\b{name}'s number is (\d+)\.", context)
+            answer = self.tokenizer.encode(f" {number if name in self.known else '000'}")
+            question = len(self.tokenizer.encode(f"\n{name}'s number is"))
+            assert row[question:] == self.tokenizer.encode(f" {number}")
+            for j, token in enumerate(answer):
+                logits[i, question - 1 + j, token] = 1
+        return ModelOutput(logits, None)
+
+
+def test_recall_counts_right_answers() -> None:
+    tokenizer = Tokenizer.train(["Anna's number is 123.\nBen's number is 456."] * 3, 300)
+    reader: Any = Reader(tokenizer, set(_NAMES))
+    assert recall(reader, tokenizer, contexts=13) == 1
+    half: Any = Reader(tokenizer, set(_NAMES[::2]))
+    assert 0.35 < recall(half, tokenizer, contexts=50) < 0.65
+    nothing: Any = Reader(tokenizer, set())
+    assert recall(nothing, tokenizer, contexts=5, queries=8) == 0
+
+
+def test_decoding_is_timed_at_any_context(model: SequenceModel) -> None:
+    assert decoding_tokens_per_second(model, 300, steps=2) > 0
+
+
+def test_all_measures_side_by_side() -> None:
+    tokenizer = Tokenizer.train(["Anna's number is 123.\nBen's number is 456."] * 3, 300)
+    model = hybrid(vocab_size=tokenizer.vocab_size, seed=2).eval()
+    texts = {"a": torch.randint(8, 200, (8, 512)), "b": torch.randint(8, 200, (1, 512))}
+    steps: list[None] = []
+    found = evaluate_model(model, tokenizer, texts, recall_contexts=3, advance=lambda: steps.append(None))
+    assert len(steps) == evaluation_steps(texts)
+    assert {k for k in found if k.startswith("perplexity_at")} == {
+        f"perplexity_at/{n}" for n in (512, 1024, 1536, 2048)
+    }
+    assert found["state_bytes/4096"] == model.state_bytes(1, 4096)
+    rows = compare({"x": found, "y": {key: 2 * value for key, value in found.items()}})
+    assert [row["measure"] for row in rows] == list(found)
+    assert rows[0]["y / x"] == 2 and list(rows[0]) == ["measure", "x", "y", "y / x"]
+    assert as_table(rows, "t").row_count == len(rows)
