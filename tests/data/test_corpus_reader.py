@@ -133,6 +133,7 @@ def bad(tmp_path: Path) -> Path:
     (folder / "j-link").symlink_to(tmp_path / "outside")
     (folder / "k-loop").symlink_to(folder)
     (folder / "l-inside.jsonl").symlink_to("b-broken.jsonl")
+    (folder / "l-itself.txt").symlink_to("l-itself.txt")
     os.mkfifo(folder / "m-pipe.txt")
     return folder
 
@@ -266,3 +267,11 @@ def test_sizes_are_checked_at_once() -> None:
     with pytest.raises(ConfigError, match=r"data.chunk_tokens"):
         CorpusReader("/nowhere", 3)
     CorpusReader("/nowhere", 300, 200)
+
+
+@pytest.mark.parametrize(("source", "size", "key"), [("", None, "corpus"), ("docs", 0, "chunk_tokens")])
+def test_a_setting_that_is_not_the_default_is_not_taken_for_it(
+    source: str, size: int | None, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.{key}: expected"):
+        CorpusReader(source, size)

@@ -117,6 +117,16 @@ def test_figures_by_dataset_hops_and_hop(
     assert "queries/s" in result.out and "films" in result.out
 
 
+def test_a_dataset_may_be_called_as_another_row_is(execute: Execute, annotated: Path) -> None:
+    for name in ("train.jsonl", "validation.jsonl"):
+        text = (annotated / name).read_text()
+        (annotated / name).write_text(text.replace('"films"', '"all"').replace('"plants"', '"2 hops"'))
+    result = execute("task=evaluate", "retriever=bm25", f"data.path={annotated}")
+    with (result.folder / "retrieval.csv").open(encoding="utf-8") as file:
+        counts = {row["group"]: float(row["questions"]) for row in csv.DictReader(file)}
+    assert counts == {"all": 4, "dataset 2 hops": 2, "dataset all": 2, "1 hops": 2, "2 hops": 2}
+
+
 def test_parts_of_the_questions(execute: Execute, annotated: Path) -> None:
     common = ["task=evaluate", "retriever=bm25", f"data.path={annotated}"]
     ids = {

@@ -11,7 +11,7 @@ from refragkit.data.chunking import Chunker, Span, check_chunking, load_chunk_to
 from refragkit.data.document_files import CorpusFile, Problem, SourceDocument, corpus_files, read_file
 from refragkit.data.jsonl import MAX_REPORTED_LINES, bad_lines
 from refragkit.data.markdown import Section
-from refragkit.errors import DataError
+from refragkit.errors import ConfigError, DataError
 from refragkit.types import Document
 
 log = logging.getLogger(__name__)
@@ -55,9 +55,11 @@ class CorpusReader:
             chunk_tokenizer: see `load_chunk_tokenizer`.
 
         Raises:
-            ConfigError: sizes that can't be.
+            ConfigError: sizes that can't be, or an empty name.
         """
-        check_chunking(chunk_tokens or DEFAULT_CHUNK_TOKENS, chunk_overlap)
+        if not str(source).strip():  # would be the current folder
+            raise ConfigError("data.corpus: expected a file or folder, got an empty name; null means none")
+        check_chunking(DEFAULT_CHUNK_TOKENS if chunk_tokens is None else chunk_tokens, chunk_overlap)
         self.source = source
         self.chunk_tokens = chunk_tokens
         self.chunk_overlap = chunk_overlap

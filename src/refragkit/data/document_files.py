@@ -98,8 +98,8 @@ def _walk(folder: Path, root: Path, above: str) -> Iterator[CorpusFile | Problem
         if not _is_text(name):
             yield Problem("file", f"{_shown(path)}: expected a file name in UTF-8; rename it")
         elif entry.is_symlink():
-            # Not followed either way: a target inside is read where it is.
-            if not path.resolve().is_relative_to(root):
+            # Not followed either way: a target inside is read where it is. (Path.resolve raises on a link to itself.)
+            if not Path(os.path.realpath(path)).is_relative_to(root):
                 yield Problem(
                     "link", f"{path}: a symbolic link that leaves the folder; put the file itself there"
                 )

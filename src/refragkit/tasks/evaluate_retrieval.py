@@ -142,13 +142,14 @@ def _found(hops: Sequence[Hop], gain: Mapping[str, float], last: int) -> dict[st
 def _groups(questions: Sequence[Question], by_hops: bool) -> dict[str, list[int]]:
     groups: dict[str, list[int]] = {"all": list(range(len(questions)))}
     datasets = sorted({str(q.metadata["dataset"]) for q in questions if q.metadata.get("dataset")})
+    counts = sorted({q.hops for q in questions if q.hops}) if by_hops else []
+    by_count = {f"{n} hops": [i for i, q in enumerate(questions) if q.hops == n] for n in counts}
     if len(datasets) > 1:
         for name in datasets:
-            groups[name] = [i for i, q in enumerate(questions) if str(q.metadata.get("dataset")) == name]
-    if by_hops:
-        for count in sorted({q.hops for q in questions if q.hops}):
-            groups[f"{count} hops"] = [i for i, q in enumerate(questions) if q.hops == count]
-    return groups
+            # A data set may be called as a row of another kind is.
+            group = f"dataset {name}" if name in {"all", *by_count} else name
+            groups[group] = [i for i, q in enumerate(questions) if str(q.metadata.get("dataset")) == name]
+    return groups | by_count
 
 
 def _mean(group: str, measured: Sequence[Mapping[str, float]]) -> Row:
