@@ -128,9 +128,7 @@ def _require_compiler(accelerator: str) -> None:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16 or AMX); emulation is slower than float32."""
-    import torch
+    """Whether this CPU multiplies bfloat16 in hardware; asks torch, which is loaded for it."""
+    from refragkit.ops.precision import cpu_has_bf16 as hardware_has_it
 
-    # Private, and not in every build of torch
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(bool(getattr(torch.cpu, check, lambda: False)()) for check in checks)
+    return hardware_has_it()
