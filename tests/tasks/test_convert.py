@@ -131,6 +131,7 @@ def test_auto_scans_once_and_gives_the_same_blocks_again(execute: Execute, sourc
         (["convert.text=nowhere.txt"], "convert.text=nowhere.txt: expected a .txt, .md or .jsonl file"),
         (["model.path=null"], "task=convert needs a trained model"),
         (["adapter=lora"], "adapter=none"),
+        (["hardware.compile=true"], "hardware.compile=true: task=convert listens in"),
         (["convert.text=null", "data=chat", "data.path={chat}"], "give convert.text=FILE_OR_FOLDER"),
     ],
 )

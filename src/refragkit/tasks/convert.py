@@ -36,6 +36,9 @@ _KEYS: Mapping[str, type | tuple[type, ...]] = {
     "to": str,
     "calibration": str,
     "calibration_tokens": int,
+    "align_tokens": int,
+    "match_tokens": int,
+    "cache_gib": int,
     "text": (str, type(None)),
     "evaluation_tokens": int,
 }
@@ -52,8 +55,11 @@ class Settings:
         layers: block numbers, or None for ``auto``.
         count: how many blocks ``auto`` chooses.
         to: R or M.
-        calibration: lsq, cal or none.
+        calibration: lsq, cal or none; ``auto`` is settled already.
         calibration_tokens: to fit on.
+        align_tokens: to align the new mixers on, 0 for none.
+        match_tokens: to match the source's logits on, 0 for none.
+        cache_gib: the most room that the source's activations may take.
         text: a file or folder, None for the data's passages.
         evaluation_tokens: to measure on, 0 for no measures.
     """
@@ -63,6 +69,9 @@ class Settings:
     to: RecurrentKind
     calibration: Calibration
     calibration_tokens: int
+    align_tokens: int
+    match_tokens: int
+    cache_gib: int
     text: str | None
     evaluation_tokens: int
 
@@ -90,6 +99,16 @@ def convert(run: Run, convert: Mapping[str, Any]) -> None:
 
     settings = check_settings(convert)
     check_run(run)
+    if run.hardware.compile:
+        raise ConfigError(
+            "hardware.compile=true: task=convert listens in on the model's mixers, which compiled blocks don't allow;"
+            " leave it false"
+        )
+    if settings.align_tokens + settings.match_tokens and run.hardware.precision == "bf16-true":
+        raise ConfigError(
+            "hardware.precision=bf16-true: convert.align_tokens and convert.match_tokens train in float32, as small "
+            "updates vanish in bfloat16; choose another precision"
+        )
     tokenizer = run.tokenizer
     teacher = trained_model(run, tokenizer, None)
     if run.hardware.precision != "bf16-true":
@@ -99,6 +118,10 @@ def convert(run: Run, convert: Mapping[str, Any]) -> None:
     converted_config(teacher.config, layers, settings.to)  # what can't be is said before any work
     split = _text(run, settings)
     fitted = windows(split.calibration, tokenizer, settings.calibration_tokens, WINDOW, "calibration")
+    trained_on = None
+    if settings.align_tokens + settings.match_tokens:
+        wanted = -(-settings.align_tokens // WINDOW) * WINDOW + settings.match_tokens
+        trained_on = windows(split.calibration, tokenizer, wanted, WINDOW, "training")
     measured = max(settings.evaluation_tokens, _SCAN_TOKENS if settings.layers is None else WINDOW)
     held_out = windows(split.held_out, tokenizer, measured, WINDOW, "held-out part")
     device = teacher.head_weight.device
@@ -123,6 +146,9 @@ def convert(run: Run, convert: Mapping[str, Any]) -> None:
     )
     run.summary.total_parameters = sum(parameter.numel() for parameter in student.parameters())
     metrics = {f"convert/error/{r.layer}": r.fitted for r in reports}
+    trained = "none"
+    if trained_on is not None:
+        trained = _distilled(run, settings, student, teacher, layers, trained_on, seconds)
 
     rows = []
     if settings.evaluation_tokens:
@@ -158,6 +184,7 @@ def convert(run: Run, convert: Mapping[str, Any]) -> None:
         text_sha256=fingerprint(fitted),
         seed=run.seed,
         command=run.summary.command,
+        trained=trained,
     )
     write_card(folder, recipe, reports, rows)
     run.artifact("model", folder)
@@ -185,18 +212,24 @@ def check_settings(values: Mapping[str, Any]) -> Settings:
             expected = {str: "a string", int: "a whole number", list: "a list", type(None): "null"}
             names = " or ".join(expected[k] for k in kinds if k in expected)
             raise ConfigError(f"convert.{key}: expected {names}, got {value!r}")
-    for key, least in (("count", 1), ("calibration_tokens", 1), ("evaluation_tokens", 0)):
+    least_values = {"count": 1, "calibration_tokens": 1, "cache_gib": 1}
+    least_values |= {"align_tokens": 0, "match_tokens": 0, "evaluation_tokens": 0}
+    for key, least in least_values.items():
         if values[key] < least:
             raise ConfigError(f"convert.{key}: expected at least {least}, got {values[key]}")
-    for key, allowed in (("to", ("R", "M")), ("calibration", ("lsq", "cal", "none"))):
+    for key, allowed in (("to", ("R", "M")), ("calibration", ("lsq", "cal", "none", "auto"))):
         if values[key] not in allowed:
             raise ConfigError(f"convert.{key}: expected one of {', '.join(allowed)}, got {values[key]!r}")
     layers = values["layers"]
     if isinstance(layers, str) and layers != "auto":
         raise ConfigError(f"convert.layers: expected auto or block numbers such as [3,7], got {layers!r}")
+    calibration = values["calibration"]
+    if calibration == "auto":
+        calibration = "cal" if values["align_tokens"] + values["match_tokens"] else "lsq"
     return Settings(
         layers=None if layers == "auto" else tuple(layers),
-        **{key: values[key] for key in _KEYS if key != "layers"},
+        calibration=calibration,
+        **{key: values[key] for key in _KEYS if key not in ("layers", "calibration")},
     )
 
 
@@ -273,6 +306,105 @@ def _scanned(
     )
     run.artifact("sensitivity_plot", plot)
     return layers
+
+
+def _distilled(
+    run: Run,
+    settings: Settings,
+    student: SequenceModel,
+    teacher: SequenceModel,
+    layers: Sequence[int],
+    text: Tensor,
+    seconds: dict[str, float],
+) -> str:
+    """Train the new mixers in up to two stages, each on its part of the text; returns what the card says of it."""
+    from refragkit.models.convert.activation_cache import cached_activations
+    from refragkit.models.convert.align import align, training_steps
+    from refragkit.models.convert.match import match
+    from refragkit.models.convert.text import fingerprint
+    from refragkit.tracking.plots import plot_distillation
+
+    window = text.shape[1]
+    first = -(-settings.align_tokens // window)
+    wanted = first * window + settings.match_tokens
+    aligned, matched = text[:first], text[first:]
+    if text.numel() < wanted:
+        log.info("training text: %s tokens, fewer than %s: read again", f"{text.numel():,}", f"{wanted:,}")
+        matched = text
+    sentences = []
+    losses: dict[str, list[float]] = {}
+
+    if settings.align_tokens:
+        started = time.perf_counter()
+        log.info("aligning %d mixers on %s tokens ...", len(layers), f"{settings.align_tokens:,}")
+        steps = training_steps(settings.align_tokens, window)[1]
+        with (
+            _progress("aligning", len(aligned) + steps) as advance,
+            cached_activations(
+                teacher,
+                layers,
+                aligned,
+                run.cache_dir / "activations",
+                max_bytes=settings.cache_gib * 2**30,
+                advance=advance,
+            ) as cache,
+        ):
+            curves = align(student, cache, tokens=settings.align_tokens, seed=run.seed, advance=advance)
+        seconds["align"] = time.perf_counter() - started
+        losses |= {f"align_loss/{layer}": curve for layer, curve in curves.items()}
+        start, end = ([_mean(part(c)) for c in curves.values()] for part in (_head, _tail))
+        log.info("mean error %.3f, from %.3f, %.0f s", _mean(end), _mean(start), seconds["align"])
+        sentences.append(f"alignment of each new mixer on {settings.align_tokens:,} tokens")
+    if settings.match_tokens:
+        started = time.perf_counter()
+        log.info("matching the source's logits on %s tokens ...", f"{settings.match_tokens:,}")
+        with _progress("matching", training_steps(settings.match_tokens, window)[1]) as advance:
+            curve = match(
+                student,
+                teacher,
+                layers,
+                matched,
+                tokens=settings.match_tokens,
+                seed=run.seed,
+                advance=advance,
+            )
+        seconds["match"] = time.perf_counter() - started
+        losses["match_loss"] = curve
+        log.info(
+            "divergence %.4f nats a token, from %.4f, %.0f s",
+            _mean(_tail(curve)),
+            _mean(_head(curve)),
+            seconds["match"],
+        )
+        sentences.append(f"matching the source's logits on {settings.match_tokens:,} tokens")
+
+    for step in range(max(map(len, losses.values()))):
+        values = {f"convert/{name}": curve[step] for name, curve in losses.items() if step < len(curve)}
+        run.log_metrics(values, step=step)
+    rows: list[dict[str, str | float]] = [
+        {"loss": name, "step": step, "value": value}
+        for name, curve in losses.items()
+        for step, value in enumerate(curve)
+    ]
+    _write_csv(rows, run.folder / "distillation.csv")
+    run.artifact("distillation", run.folder / "distillation.csv")
+    plot = plot_distillation(losses, run.folder / "plots" / "distillation.png")
+    run.artifact("distillation_plot", plot)
+    return f"{', then '.join(sentences)}, of the new mixers alone (token ids `{fingerprint(text)}`)"
+
+
+def _head(curve: Sequence[float]) -> Sequence[float]:
+    """A curve's first tenth."""
+    return curve[: max(1, len(curve) // 10)]
+
+
+def _tail(curve: Sequence[float]) -> Sequence[float]:
+    """Its last tenth."""
+    return curve[-max(1, len(curve) // 10) :]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _evaluated(

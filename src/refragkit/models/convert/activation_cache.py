@@ -148,7 +148,8 @@ def _check_room(
         fit = room // cache_bytes(teacher, layers, window) * window
         raise ConfigError(
             f"the activations of {windows.numel():,} tokens in {len(layers)} blocks take {needed:,} bytes, more than "
-            f"{why}, {room:,}: {fit:,} tokens fit. Take fewer tokens or blocks, or give it more room"
+            f"{why}, {room:,}: {fit:,} tokens fit. Take fewer tokens or blocks (convert.align_tokens, "
+            "convert.layers), or give it more room (convert.cache_gib)"
         )
 
 

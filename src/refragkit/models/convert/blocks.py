@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
@@ -80,13 +81,12 @@ def converted_config(config: ModelConfig, layers: Sequence[int], to: RecurrentKi
         raise ConfigError(
             "convert.to=R: this model's o_proj has a bias, which an R block lacks; use convert.to=M"
         )
-    rank = max(16, config.d_model // 32 * 2) if config.d_model < 1024 else 64
     shape: dict[str, Any] = (
         {
             "wkv_head_dim": config.head_dim,
-            "decay_rank": rank,
-            "iclr_rank": rank,
-            "gate_rank": 2 * rank,
+            "decay_rank": _rank(2.5, config.d_model),
+            "iclr_rank": _rank(2.5, config.d_model),
+            "gate_rank": _rank(5, config.d_model),
             "wkv_gate": "one_plus",
             "wkv_group_norm": True,
             "wkv_bias": config.qkv_bias,
@@ -155,6 +155,11 @@ def convert_blocks(
     student.load_state_dict(kept, assign=True)
     student.tie_weights()
     return student.train(teacher.training)
+
+
+def _rank(factor: float, d_model: int) -> int:
+    """Inner width of a low-rank map in RWKV-LM's x070."""
+    return max(32, round(factor * math.sqrt(d_model) / 32) * 32)
 
 
 def mixer_of(model: SequenceModel, index: int) -> Mixer:

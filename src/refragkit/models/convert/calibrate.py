@@ -28,7 +28,7 @@ from refragkit.models.layers.mamba2 import Mamba2
 from refragkit.models.layers.rwkv7 import RWKV7TimeMix
 
 Calibration = Literal["lsq", "cal", "none"]
-RIDGE = 1e-3
+RIDGE = 0.2
 """Weight of the penalty, in units of the features' mean square."""
 
 

@@ -14,6 +14,8 @@ from typing import Any
 from refragkit.models.config import BLOCK_KINDS
 from refragkit.models.convert.calibrate import CalibrationReport
 from refragkit.models.convert.evaluate import Row, shown
+from refragkit.models.gguf import CONVERSION_FILE
+from refragkit.models.pretrained import SMOLLM2
 
 CARD = "MODEL_CARD.md"
 _LICENCE_LINE = re.compile(r"^license(?:_name)?:\s*(\S.*)$", re.MULTILINE)
@@ -71,7 +73,7 @@ def write_card(
         "## Recipe",
         "",
         f"- source: {recipe.source}",
-        f"- licence: {licence(recipe.folder)}",
+        f"- licence: {licence(recipe)}",
         f"- converted blocks (from 0): {', '.join(map(str, recipe.layers))}, started from q, k, v and o",
         f"- calibration: {recipe.calibration}"
         + (
@@ -112,16 +114,17 @@ def write_card(
     return path
 
 
-def licence(folder: Path | None) -> str:
-    """What a model folder says about its licence."""
+def licence(recipe: Recipe) -> str:
+    """What is known of the source's licence, from its folder unless it is one that everybody has the same of."""
     unknown = "that of the source, which says nothing about it here"
+    folder = recipe.folder
+    if recipe.source == SMOLLM2:
+        return "Apache-2.0 (SmolLM2-135M-Instruct, Hugging Face)"
     if folder is None or not folder.is_dir():
         return unknown
-    for name in ("conversion.json", "config.json"):
-        values = _json(folder / name)
-        for key in ("licence", "license"):
-            if isinstance(values.get(key), str):
-                return str(values[key])
+    stated = _json(folder / "config.json").get("license")
+    if isinstance(stated, str):
+        return stated
     for name in (CARD, "README.md"):
         card = folder / name
         if card.is_file():
@@ -138,6 +141,9 @@ def _checksums(folder: Path, recipe: Recipe) -> dict[str, str]:
     if recipe.folder is not None:
         files = [recipe.folder] if recipe.folder.is_file() else sorted(recipe.folder.glob("*.safetensors"))
         digests = {f"source {file.name}": _sha256(file) for file in files}
+        made_of = _json(recipe.folder / CONVERSION_FILE)
+        if "source_sha256" in made_of:
+            digests[f"source {made_of.get('source')}"] = str(made_of["source_sha256"])
     digests["calibration token ids"] = recipe.text_sha256
     for name in ("model.safetensors", "tokenizer.json"):
         if (folder / name).is_file():

@@ -25,6 +25,8 @@ DECAY_RATE = 0.005
 """Per token: half of a value is left after 139 tokens."""
 _ICLR = 0.02  # how much of what a key held is removed when it is written again
 _DT = 0.05
+START = (DECAY_RATE, _ICLR, _DT)
+"""Everything here that is not the teacher's."""
 _OPEN_GATE = 1.2784645427610738  # SiLU of it is 1
 
 

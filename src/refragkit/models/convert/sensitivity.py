@@ -22,6 +22,7 @@ from refragkit.errors import ConfigError
 from refragkit.models.base import SequenceModel
 from refragkit.models.convert.blocks import RecurrentKind, convert_blocks
 from refragkit.models.convert.calibrate import RIDGE, calibrate
+from refragkit.models.convert.from_attention import START
 from refragkit.models.convert.probes import losses_of, second_copy
 from refragkit.models.convert.text import fingerprint
 from refragkit.models.hybrid import HybridLM
@@ -185,7 +186,7 @@ def scan_key(
     teacher: SequenceModel, to: str, calibration: Sequence[Tensor], text: Tensor, probe: Tensor, seed: int
 ) -> str:
     """sha256 of everything that a scan depends on."""
-    digest = hashlib.sha256(f"{_FORMAT} {to} {seed} {RIDGE}".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {to} {seed} {START} {RIDGE}".encode())
     digest.update(json.dumps(teacher.config.to_dict(), sort_keys=True).encode())
     digest.update(fingerprint(*calibration, text, probe).encode())
     for name, tensor in sorted(teacher.state_dict().items()):
