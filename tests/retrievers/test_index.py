@@ -106,6 +106,12 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_that_can_not_be_written_is_one_message(corpus: list[Document], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(RetrievalError, match=r"can't write the index .*cache.*paths\.outputs"):
+        opened(corpus, tmp_path / "cache")
+
+
 def test_an_index_for_other_settings_is_refused_by_load(corpus: list[Document], tmp_path: Path) -> None:
     retriever = BM25Retriever(k1=1.2)
     retriever.index(corpus)

@@ -209,19 +209,32 @@ def load_or_build(
 
     Returns:
         The folder.
+
+    Raises:
+        RetrievalError: the cache can't be written.
     """
     from filelock import FileLock
 
     folder = cache_dir / f"{name}-{fingerprint(wanted)}"
     if _load(folder, wanted, load):
         return folder
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    lock = FileLock(f"{folder}.lock")
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise RetrievalError(
+            f"can't write the index {folder}: {error.strerror or error}; free space there, or set a paths.outputs that "
+            "can be written"
+        ) from error
+    try:
         if not _load(folder, wanted, load):  # another process may have built it while we waited
             _remove_leftovers(folder)
             build(folder)
             # From now on memory-mapped, as after any other opening.
             load(folder)
+    finally:
+        lock.release()
     return folder
 
 
