@@ -157,11 +157,15 @@ class Tokenizer:
                 raise DataError(f"{path}: {_TOKENIZER_FILE} does not match its {_CONFIG_FILE}; save it again")
             return cls(backend)
 
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PretrainedConfig
 
         try:
             pretrained = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
+                str(path),
+                # Our own model beside it is nothing that transformers knows, and it would say so
+                config=PretrainedConfig() if _is_beside_our_model(path) else None,
+                local_files_only=True,
+                trust_remote_code=False,
             )
         except Exception as error:  # transformers raises many types for files that it can't read
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -332,6 +336,14 @@ def _is_ours(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and "refragkit" in config
+
+
+def _is_beside_our_model(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") == "refragkit"
 
 
 def _read_trained(folder: Path) -> tokenizers.Tokenizer | None:

@@ -79,32 +79,26 @@ def _smollm2(cache_dir: Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
-    reason = "the hub cache doesn't hold it"
-    for local_only in (True, False):
-        if not local_only and constants.HF_HUB_OFFLINE:
-            reason += ", and HF_HUB_OFFLINE is set"
-            break
-        try:
-            folder = Path(
-                snapshot_download(
-                    name,
-                    local_files_only=local_only,
-                    allow_patterns=_HUB_FILES,
-                    ignore_patterns=_HUB_IGNORED,
-                )
-            )
-            if not local_only and not _is_complete(folder):  # releases of state-spaces have no safetensors
-                folder = Path(snapshot_download(name, allow_patterns=[*_HUB_FILES, *_PICKLED]))
-        except Exception as error:  # the hub's, HTTP's and the disk's errors have no common base
-            if not local_only:
+    cached = try_to_load_from_cache(name, "config.json")
+    if isinstance(cached, str) and _is_complete(Path(cached).parent):
+        return Path(cached).parent
+    reason = "there is no such folder here, the hub cache doesn't hold it"
+    if constants.HF_HUB_OFFLINE:
+        reason += ", and HF_HUB_OFFLINE is set"
+    else:
+        # Releases of state-spaces have no safetensors
+        for patterns in (_HUB_FILES, [*_HUB_FILES, *_PICKLED]):
+            try:
+                folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED))
+            except Exception as error:  # the hub's, HTTP's and the disk's errors have no common base
                 first_line = (str(error).strip().splitlines() or [""])[0]
                 reason += f", and it can't be fetched ({type(error).__name__}: {first_line})"
-            continue
-        if _is_complete(folder):
-            return folder
-        if not local_only:
+                break
+            if _is_complete(folder):
+                return folder
+        else:
             raise CheckpointError(
                 f"model.init: the hub's {name} has no config.json with weights as safetensors or pytorch_model.bin"
             )
