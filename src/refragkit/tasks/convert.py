@@ -43,8 +43,8 @@ _KEYS: Mapping[str, type | tuple[type, ...]] = {
     "evaluation_tokens": int,
 }
 _BATCH = 4  # windows at once
-_SCAN_TOKENS = 4096  # of text, and the same of the probe
-_SCAN_PROBE_ROWS, _SCAN_PROBE_LENGTH = 16, 128
+_SCAN_TOKENS = 4096  # of text; the probe has half as many
+_SCAN_PROBE_ROWS, _SCAN_PROBE_LENGTH = 8, 128
 
 
 @dataclass(frozen=True)
