@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import struct
 from pathlib import Path
 
 import pytest
 
-from refragkit.tracking.plots import plot_training, running_mean, series
+from refragkit.tracking.plots import plot_distillation, plot_training, running_mean, series
 
 ROWS = [
     {
@@ -63,3 +64,11 @@ def test_series_reads_csv_strings_and_skips_gaps() -> None:
 def test_running_mean_keeps_constants_and_length() -> None:
     assert running_mean([2.0] * 25) == pytest.approx([2.0] * 25)
     assert running_mean([0.0, 3.0, 6.0], window=2) == [1.5, 3.0, 4.5]
+
+
+def test_plot_distillation_draws_the_stages_that_ran(tmp_path: Path) -> None:
+    curves = {"align_loss/12": [0.9, 0.5], "align_loss/3": [0.8, 0.4], "match_loss": [0.3, 0.2, 0.1]}
+    both = plot_distillation(curves, tmp_path / "plots" / "both.png")
+    one = plot_distillation({"match_loss": [0.3]}, tmp_path / "one.png")
+    sizes = [struct.unpack(">II", path.read_bytes()[16:24]) for path in (both, one)]
+    assert sizes[0][0] == 2 * sizes[1][0] and sizes[0][1] == sizes[1][1]

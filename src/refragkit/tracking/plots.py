@@ -231,6 +231,42 @@ def plot_conversion(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path
     return _save(figure, path)
 
 
+def plot_distillation(curves: Mapping[str, Sequence[float]], path: str | Path) -> Path:
+    """Draws the losses of a distillation's stages over steps into one PNG, written atomically.
+
+    Args:
+        curves: ``align_loss/<block>`` for each aligned block, ``match_loss``, or both; a value per step.
+        path: of the PNG; its folder is made.
+
+    Returns:
+        The path.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = (
+        ("Alignment, block by block", "align_loss", "squared error / output's variance"),
+        ("Matching the source's logits", "match_loss", "KL divergence (nats per token)"),
+    )
+    drawn = [panel for panel in panels if any(name.startswith(panel[1]) for name in curves)]
+    figure = Figure(figsize=(5.2 * len(drawn), 3.6), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (heading, prefix, label) in zip(
+        figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True
+    ):
+        for name, curve in curves.items():
+            if name.startswith(prefix):
+                axes.plot(range(len(curve)), curve, linewidth=1, label=name.removeprefix(prefix).strip("/"))
+        axes.set_yscale("log")
+        axes.set_title(heading, fontsize=10)
+        axes.set_xlabel("step")
+        axes.set_ylabel(label, fontsize=9)
+        axes.grid(alpha=0.25)
+        if prefix == "align_loss":
+            axes.legend(title="block", fontsize=7, ncols=2)
+    return _save(figure, path)
+
+
 def _save(figure: Figure, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
