@@ -1,7 +1,8 @@
 """Turning attention blocks of a pretrained model into recurrent ones.
 
 `blocks` replaces mixers, `from_attention` gives them their first weights, `calibrate` fits what can be fitted in closed
-form, `sensitivity` finds blocks that a model can spare, `evaluate` measures what a conversion cost.
+form, `align` and `match` train them on what the teacher does, `sensitivity` finds blocks that a model can spare,
+`evaluate` measures what a conversion cost.
 
 Source: Mamba in the Llama (Wang et al. 2024, arXiv 2408.15237) for starting from q, k, v and o; MOHAWK (Bick et al.
 2024, arXiv 2408.10189) for matching each mixer on the teacher's inputs; RADLADS (Goldstein et al. 2025, arXiv
