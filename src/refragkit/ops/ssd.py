@@ -145,6 +145,17 @@ def _step(
     """One token, as in decoding: the cost is reading and writing the state, so it is touched as little as possible."""
     batch, _, H, P = x.shape
     G, N = B.shape[2:]
+    if torch.compiler.is_compiling() and state is not None:  # which fuses this into one pass over the state
+        heads = (batch, G, H // G, P)
+        decay, write = (
+            torch.exp(dt[:, 0] * A).view(*heads[:3], 1, 1),
+            (dt[:, 0, :, None] * x[:, 0]).view(*heads, 1),
+        )
+        B, C = B.view(batch, G, 1, 1, N), C.view(batch, G, 1, 1, N)
+        S = torch.addcmul(state.view(*heads, N) * decay, write, B)
+        y, S = (S * C).sum(-1), S.view(batch, H, P, N)
+        # Returned itself: torch 2.13 gets a view of an input wrong that it has written to, if that isn't contiguous
+        return y.view(batch, 1, H, P), state.copy_(S) if overwrite_state else S
     rows = (batch, G, (H // G) * P)
     write, B, C = (dt[:, 0, :, None] * x[:, 0]).view(*rows, 1), B.view(batch, G, 1, N), C.view(batch, G, 1, N)
     if state is None:
@@ -279,7 +290,8 @@ class _ChunkedSSD(torch.autograd.Function):
         ctx.save_for_backward(x, dt, A, B, C, D, segment_ids, *carried_all, *starts_all)
         ctx.chunk_tokens = chunk_tokens
         ctx.has_state = state is not None
-        return y, by_head(S).permute(0, 1, 3, 4, 2).reshape(batch, H, P, N)
+        # A copy: a view would keep the states of all chunks alive for as long as this one
+        return y, by_head(S).permute(0, 1, 3, 4, 2).reshape(batch, H, P, N).contiguous()
 
     @staticmethod
     @once_differentiable
