@@ -157,7 +157,9 @@ def test_smollm2_answers_in_english(outputs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "highest_loss"), [("sft", 2.0), ("lora", 3.5)])
 def test_smollm2_is_trained(outputs: Path, method: str, highest_loss: float) -> None:
-    overrides = small(outputs, f"method={method}", "model=transformer", "model.init=smollm2", "method.lr=0.0001")
+    overrides = small(
+        outputs, f"method={method}", "model=transformer", "model.init=smollm2", "method.lr=0.0001"
+    )
     summary, folder = run(outputs, "run", *overrides, "method.max_document_tokens=40")
     assert summary["error"] is None
     assert summary["total_parameters"] > 134_000_000
