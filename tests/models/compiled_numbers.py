@@ -99,7 +99,7 @@ def autocast(models: Models) -> float:
 
 def lora(models: Models) -> float:
     for model in models.values():
-        report = LoRA(rank=4, alpha=8, dropout=0.25, targets=["in_proj", "o_proj", "up_proj"], blocks="all")
+        report = LoRA(rank=4, alpha=8, dropout=0.25, targets=["gate", "up", "down"], blocks="all")
         report.apply(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

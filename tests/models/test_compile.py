@@ -34,17 +34,14 @@ def run(cache: Path, *arguments: str) -> str:
 
 def test_traced_blocks_give_the_same_numbers(tmp_path: Path) -> None:
     """All of it but the code for the machine: what is traced, what is left out, and gradients through both."""
-    assert "padding" in run(tmp_path, "M", "aot_eager", "padding")
+    assert len(run(tmp_path, "M", "aot_eager", "padding", "decoding").splitlines()) == 2
 
 
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("pattern", ["TT", "MM", "RR", "TMRM"])
 def test_compiled_blocks_give_the_same_numbers(pattern: str, tmp_path: Path) -> None:
-    adapted = () if pattern == "RR" else ("lora",)  # R blocks have none of its targets
-    cases = ("lengths", "padding", "packing", "checkpointing", "autocast", "state", "decoding")
-    out = run(tmp_path, pattern, "inductor", *cases, *adapted)
-    assert len(out.splitlines()) == len(cases) + len(adapted)
+    assert len(run(tmp_path, pattern, "inductor").splitlines()) == 8
 
 
 def test_without_a_compiler_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
