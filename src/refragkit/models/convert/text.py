@@ -42,7 +42,7 @@ class TextSplit:
 
 
 def split_text(documents: Iterable[Document]) -> TextSplit:
-    """Cut long documents into pieces and hold out a tenth; what has one title stays on one side.
+    """Cut long documents into pieces and hold out a tenth; short documents of one title stay on one side.
 
     Raises:
         DataError: too little to hold anything out.
