@@ -69,7 +69,7 @@ def align(
         optimizer = build_adamw(mixers, LearningRates(matrix_lr, matrix_lr, matrix_lr, other_lr))
         device = student.head_weight.device
         for step in range(steps):
-            set_learning_rates(optimizer, learning_rate_factor("cosine", step, steps))
+            set_learning_rates(optimizer, learning_rate_factor("cosine", step, steps, warmup_steps(steps)))
             rows = window_rows(cache.windows, windows, step, seed)
             for layer, mixer in zip(cache.layers, mixers, strict=True):
                 x, y = (part.to(device).float() for part in cache.read(layer, rows))
@@ -113,6 +113,11 @@ def training_steps(tokens: int, window_tokens: int, step_tokens: int = STEP_TOKE
     """Windows per step and steps, both at least 1, for about so many tokens."""
     windows = max(1, step_tokens // window_tokens)
     return windows, max(1, round(tokens / (windows * window_tokens)))
+
+
+def warmup_steps(steps: int) -> int:
+    """A fifth of a short run, 20 of a long one: AdamW's first full steps throw a calibrated mixer far off."""
+    return min(20, steps // 5)
 
 
 def window_rows(total: int, windows: int, step: int, seed: int) -> list[int]:
