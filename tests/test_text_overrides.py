@@ -91,3 +91,15 @@ def test_tasks_get_their_root_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = compose(["task=export", "export_dir=a", "format=hf"])
     instantiate(cfg, "task", run=None)
     assert seen == {"format": "hf", "export_dir": "a", "adapter_path": None}
+
+
+@pytest.mark.parametrize(
+    "text", ['title == "Banana"', 'doc_id in ["a", "b"]', "year > 1990 and topic == 'tea, green'"]
+)
+def test_a_filter_means_itself(text: str) -> None:
+    assert _read(f"retriever.filter={text}") == text
+
+
+def test_a_filter_may_be_null_or_quoted_for_hydra() -> None:
+    for override in ("retriever.filter=null", """retriever.filter='title == "x"'"""):
+        assert quote_text([override]) == [override]

@@ -14,6 +14,9 @@ TEXT_KEYS: tuple[str, ...] = ("prompt", "system", "stop")
 """Keys whose values are text as it stands. Hydra's own quotes and lists still work: ``prompt='"a","b"'`` sweeps,
 ``stop=[a,b]`` is a list."""
 
+EXPRESSION_KEYS: tuple[str, ...] = ("retriever.filter",)
+"""Keys whose values are taken as they stand where Hydra's grammar can't read them: ``year > 1990``."""
+
 
 def quote_text(overrides: Sequence[str]) -> list[str]:
     """The overrides, with the values of `TEXT_KEYS` quoted where Hydra would read them as anything but a string."""
@@ -23,8 +26,8 @@ def quote_text(overrides: Sequence[str]) -> list[str]:
 def _quote(override: str) -> str:
     key, separator, value = override.partition("=")
     text = key in TEXT_KEYS and not _is_hydra_text(key, override)
-    # A path with letters that Hydra's grammar lacks can only mean itself.
-    foreign = not override.isascii() and not _parses(override)
+    # A path with letters that Hydra's grammar lacks can only mean itself, and so can an expression.
+    foreign = (not override.isascii() or key in EXPRESSION_KEYS) and not _parses(override)
     if not separator or override.startswith("-") or not (text or foreign):
         return override
     # Hydra: a quote is escaped, and so are the backslashes before it or at the end. OmegaConf: so is ${.

@@ -96,10 +96,13 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_an_index(
     assert folders(tmp_path) == [folder]
 
 
-def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), OSError("63735 requested and 19424 written")]
+)
+def test_a_full_disk_is_one_message_and_leaves_nothing(error: OSError, tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "part").write_bytes(b"x" * 100)
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     with pytest.raises(RetrievalError, match=r"the disk is full. Nothing was left behind.* paths\.outputs"):
         write_folder(tmp_path / "index", {}, fail)

@@ -184,6 +184,7 @@ def test_odd_metadata_survives_and_can_be_filtered_by(
         Document("two", "", "red apple", {"year": 1961, "nested": {"deep": "ü"}, "odd key": None}),
         Document("long", "", "an apple", {"year": 1961, "blob": "é" * 40_000}),
         Document("the", "", "the of and", {"year": 1961}),
+        Document("huge", "", "a pear", {"serial": 10**30}),
     ]
     with caplog.at_level(logging.WARNING):
         retriever = milvus(mode="bm25", cache_dir=tmp_path).open_index(documents)
@@ -197,9 +198,10 @@ def test_odd_metadata_survives_and_can_be_filtered_by(
         ("year == 1961", ["two"]),
         ('array_contains(tags, "y")', ["one"]),
         ('nested["deep"] == "ü"', ["two"]),
+        ("serial > 1", ["huge"]),
     ]:
         found = milvus(mode="bm25", filter=expression, cache_dir=tmp_path).open_index(documents)
-        assert [h.doc_id for h in found.search(["apple"], 9)[0]] == expected
+        assert [h.doc_id for h in found.search(["apple pear"], 9)[0]] == expected
     assert filterable(Document("a\ud800", "", "")) == {"doc_id": "a?", "title": ""}
 
 
@@ -459,6 +461,8 @@ def test_a_server_that_goes_away_is_one_message(
 def test_wrong_settings_are_one_message(corpus: list[Document], cache: Path) -> None:
     with pytest.raises(ConfigError, match=r"retriever.mode='sparse': expected one of dense, bm25, hybrid"):
         milvus(mode="sparse")
+    with pytest.raises(ConfigError, match=r"retriever.filter: expected an expression, got an empty one"):
+        milvus(filter=" ")
     with pytest.raises(ConfigError, match=r"retriever.uri='milvus:19530': expected null for a file"):
         milvus(uri="milvus:19530")
     with pytest.raises(ConfigError, match=r"retriever.token_env") as error:

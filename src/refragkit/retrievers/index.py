@@ -97,7 +97,10 @@ def write_folder(path: str | Path, manifest: Mapping[str, Any], write: Callable[
     # faiss and safetensors report a failed write as errors of their own.
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        # numpy only says how much it wrote.
+        full = getattr(error, "errno", None) == errno.ENOSPC or any(
+            said in str(error) for said in ("No space left", "requested and")
+        )
         what = "the disk is full" if full else str(error)
         raise RetrievalError(
             f"can't write the index {path}: {what}. Nothing was left behind; free space there or set another "

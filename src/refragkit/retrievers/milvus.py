@@ -65,9 +65,15 @@ def filterable(document: Document) -> dict[str, Any] | None:
     text = json.dumps(fields, ensure_ascii=False, default=str).encode("utf-8", "replace")
     if len(text) > METADATA_BYTES:
         return None
-    found: dict[str, Any] = json.loads(text)
+    # Milvus has 64-bit integers, JSON any.
+    found: dict[str, Any] = json.loads(text, parse_int=_milvus_integer)
     found.pop("$meta", None)  # Milvus' own name for all of them
     return found
+
+
+def _milvus_integer(digits: str) -> int | float:
+    value = int(digits)
+    return value if -(2**63) <= value < 2**63 else float(value)
 
 
 class MilvusDense(DenseRetriever):
@@ -283,6 +289,8 @@ class MilvusRetriever(HybridRetriever):
         super().__init__(dense, bm25, fusion, alpha, rrf_k, pool, cache_dir)
         if mode not in _MODES:
             raise ConfigError(f"retriever.mode={mode!r}: expected one of {', '.join(_MODES)}")
+        if filter is not None and not filter.strip():
+            raise ConfigError("retriever.filter: expected an expression, got an empty one; null means none")
         self.collection = collection
         self.mode = mode
         self.index_type = index
