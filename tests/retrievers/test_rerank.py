@@ -85,3 +85,12 @@ def test_a_missing_cross_encoder_is_one_message_before_indexing(
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RetrievalError, match=r"has no config.json"):
         bm25(rerank=str(tmp_path)).open_index(corpus)
+
+
+def test_another_kind_of_model_is_refused(corpus: list[Document], tmp_path: Path) -> None:
+    encoder = resolve_encoder(None)
+    with pytest.raises(RetrievalError, match=r"rerank=.*expected a CrossEncoder model .*got BertModel"):
+        bm25(rerank=str(encoder)).open_index(corpus)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(RetrievalError, match=r"config\.json can't be read"):
+        bm25(rerank=str(tmp_path)).open_index(corpus)

@@ -5,6 +5,7 @@ Source: Nogueira and Cho 2019 (arXiv 1901.04085); models are sentence-transforme
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,27 +25,47 @@ logger = logging.getLogger(__name__)
 RERANK_DEPTH = 50
 #: As in dense retrieval: the last bits, which depend on the batch, decide nothing.
 SCORE_DECIMALS = 6
+#: How the architectures end that can score a pair of texts.
+_HEADS = ("ForSequenceClassification", "ForCausalLM")
 
 
 def resolve_cross_encoder(name: str) -> Path:
     """The folder of a cross-encoder, found without the network.
 
     Raises:
-        RetrievalError: it is neither a local folder nor in the hub cache.
+        RetrievalError: it is neither a local folder nor in the hub cache, or it is another kind of model.
     """
     if Path(name).is_dir():
-        if (Path(name) / "config.json").is_file():
-            return Path(name)
-        raise RetrievalError(
-            f"retriever.rerank={name}: the folder has no config.json: expected a CrossEncoder model"
-        )
-    cached = in_hub_cache(name)
-    if cached is None:
+        if not (Path(name) / "config.json").is_file():
+            raise RetrievalError(
+                f"retriever.rerank={name}: the folder has no config.json: expected a CrossEncoder model"
+            )
+        found: Path | None = Path(name)
+    else:
+        found = in_hub_cache(name)
+    if found is None:
         raise RetrievalError(
             f"cross-encoder {name!r} is not here. Set retriever.rerank to a local folder that holds it, or fetch it "
             f"into the hub cache once with network (hf download {name}), or leave it null"
         )
-    return cached
+    _check_architecture(name, found)
+    return found
+
+
+def _check_architecture(name: str, folder: Path) -> None:
+    """Refuse what sentence-transformers would load as well, with a head of random weights that ranks at random."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        architectures = list(map(str, config.get("architectures") or ()))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RetrievalError(
+            f"retriever.rerank={name}: {folder / 'config.json'} can't be read ({error})"
+        ) from error
+    if not any(a.endswith(_HEADS) for a in architectures):
+        raise RetrievalError(
+            f"retriever.rerank={name}: expected a CrossEncoder model (architectures in config.json: one of "
+            f"*{', *'.join(_HEADS)}), got {', '.join(architectures) or 'none'}, which has no head that scores a pair"
+        )
 
 
 class RerankRetriever(Retriever):
