@@ -16,6 +16,10 @@ _marked: list[Callable[..., Any]] = []
 def graph_break(function: F) -> F:
     """Mark a function of a module, or method, that runs as it is where its caller is compiled, between two graphs.
 
+    For the chunked recurrences: without their own backward, traced with symbolic lengths, torch 2.13 generates one that
+    writes beyond its buffers (on a CPU, Mamba-2 compiled at 40 tokens and called with 71: "double free or
+    corruption"). And for what depends on values or keeps memory between calls.
+
     ``torch.compiler.disable`` alone would load the compiler (two seconds) into processes that never compile:
     :func:`exclude_from_graphs` calls it.
     """
