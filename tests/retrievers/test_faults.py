@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -233,6 +234,36 @@ def test_another_encoder_under_the_same_name_is_noticed(corpus: list[Document], 
     # Asked for by name, the old index is refused.
     with pytest.raises(RetrievalError, match="was built with encoder_hash="):
         opened.retriever.load(_other(_indexes(cache), opened.retriever.index_path))
+
+
+def test_one_changed_byte_of_the_weights_changes_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    weights = model / "model.safetensors"
+    weights.write_bytes(bytes(4 << 20))
+
+    def fingerprint() -> str:
+        return SentenceEncoder(str(model), dtype="float32", cache_dir=cache).fingerprint
+
+    before = fingerprint()
+    hashed: list[str] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda f, n: (hashed.append(Path(f.name).name), digest(f, n))[1]
+    )
+    assert fingerprint() == before
+    assert hashed == ["config.json"]  # the weights' digest is remembered
+    times = weights.stat()
+    with weights.open("r+b") as f:
+        f.seek((2 << 20) + 12_345)
+        f.write(b"\1")
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert fingerprint() != before
+    (cache / "encoder_digests.json").write_text("[broken")
+    assert fingerprint() == SentenceEncoder(str(model), dtype="float32").fingerprint != before
 
 
 def _other(folders: list[Path], opened: Path | None) -> Path:

