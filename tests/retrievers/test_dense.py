@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from refragkit.errors import ConfigError, RetrievalError
 from refragkit.retrievers import dense as dense_module
@@ -128,6 +130,36 @@ def test_parts_of_a_corpus_are_encoded_apart_and_merged(
         make().encode_part(corpus, 2, 2)
     with pytest.raises(ConfigError, match=r"needs a cache folder"):
         DenseRetriever(SentenceEncoder()).encode_part(corpus, 0, 2)
+
+
+@pytest.mark.parametrize("fault", ["one bit", "no checksum"])
+def test_a_shard_that_fails_its_checksum_is_encoded_again(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = SentenceEncoder(dtype="float32", cache_dir=tmp_path)
+    calls: list[int] = []
+
+    def encode(texts: Sequence[str], progress: object = None) -> NDArray[np.float32]:
+        calls.append(len(texts))
+        return np.array([[len(t), 1.0] for t in texts], dtype=np.float32)
+
+    monkeypatch.setattr(encoder, "encode", encode)
+    shards = ShardCache(encoder, ["a", "bb", "ccc", "dddd"], 2, tmp_path)
+    good = np.concatenate(shards.encode())
+    assert calls == [2, 2] and shards.missing() == []
+    victim = shards.file(1)
+    assert victim is not None
+    if fault == "one bit":
+        raw = bytearray(victim.read_bytes())
+        raw[-3] ^= 1
+        victim.write_bytes(raw)
+    else:
+        write_matrix(victim, [good[2:]])
+    with caplog.at_level(logging.WARNING):
+        blocks = shards.encode()
+    assert np.array_equal(np.concatenate(blocks), good)
+    assert (blocks.encoded, blocks.cached, calls) == (2, 2, [2, 2, 2])
+    assert str(victim) in caplog.text and "encoding that shard again" in caplog.text
 
 
 def test_queries_come_back_bit_by_bit_without_the_model(

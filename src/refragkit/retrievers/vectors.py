@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,20 @@ logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float32]
 TENSOR = "vectors"
+CHECKSUM = "crc32"
 
 
-def write_matrix(path: Path, blocks: Sequence[FloatArray]) -> None:
-    """Write blocks of rows as one float32 tensor of a safetensors file, holding one block at a time."""
+def write_matrix(path: Path, blocks: Sequence[FloatArray], checksum: str | None = None) -> None:
+    """Write blocks of rows as one float32 tensor of a safetensors file, holding one block at a time.
+
+    Args:
+        path: the file.
+        blocks: [rows, width] each.
+        checksum: kept in the header, see ``_checksum``.
+    """
     rows, width = sum(len(b) for b in blocks), blocks[0].shape[1]
     with path.open("wb") as f:
-        f.write(header({TENSOR: ("F32", (rows, width))}))
+        f.write(header({TENSOR: ("F32", (rows, width))}, None if checksum is None else {CHECKSUM: checksum}))
         for block in blocks:
             f.write(np.ascontiguousarray(block, dtype="<f4").tobytes())
 
@@ -118,7 +126,7 @@ class ShardCache:
         return folder / f"{_text_hash(self.texts(number))}.safetensors"
 
     def missing(self) -> list[int]:
-        """The numbers of the shards that are not in the cache, or not whole."""
+        """The numbers of the shards that are not in the cache, not whole, or altered."""
         return [n for n in range(len(self)) if not _is_cached(self.file(n), self._rows(n))]
 
     def encode(self, part: int = 0, parts: int = 1) -> VectorBlocks:
@@ -171,17 +179,29 @@ def _is_cached(file: Path | None, rows: int) -> bool:
     if file is None or not file.is_file():
         return False
     try:
-        return len(open_matrix(file)) == rows
+        vectors, kept = open_matrix(file), map_tensors(file)[1].get(CHECKSUM)
+        if len(vectors) != rows:
+            raise RetrievalError(f"{file} holds {len(vectors)} vectors, expected {rows}")
+        if kept is None:
+            raise RetrievalError(f"{file} has no checksum (an earlier version wrote it)")
+        if kept != _checksum(vectors):
+            raise RetrievalError(f"{file} was altered (its checksum differs)")
     except RetrievalError as error:
         logger.warning("%s: encoding that shard again", error)
         return False
+    return True
+
+
+def _checksum(vectors: FloatArray) -> str:
+    """CRC-32 of the vectors' bytes in a file, as eight hex digits."""
+    return f"{zlib.crc32(np.ascontiguousarray(vectors, dtype='<f4')):08x}"
 
 
 def _store(file: Path, block: FloatArray) -> Path:
     temporary = file.with_name(f"{file.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_matrix(temporary, [block])
+        write_matrix(temporary, [block], _checksum(block))
         with temporary.open("rb") as f:
             os.fsync(f.fileno())
         temporary.replace(file)
@@ -189,7 +209,7 @@ def _store(file: Path, block: FloatArray) -> Path:
         temporary.unlink(missing_ok=True)
         raise RetrievalError(
             f"can't store vectors in {file.parent}: {error.strerror}. Finished shards are kept; free space there (or "
-            "set another paths.cache_dir) and run again"
+            "set another paths.outputs) and run again"
         ) from error
     return file
 
