@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import sqlite3
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -182,6 +185,39 @@ def test_a_broken_query_cache_is_reported_and_does_no_harm(
     with caplog.at_level(logging.WARNING):
         again = SentenceEncoder(cache_dir=tmp_path).encode_queries(["one"])
     assert np.allclose(first, again, atol=1e-6) and "can't be read" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["length", "bytes", "type", "dimension"])
+def test_an_altered_row_of_the_query_cache_is_encoded_again(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def encode(self: SentenceEncoder, texts: Sequence[str]) -> NDArray[np.float32]:
+        calls.append(len(texts))
+        return np.array([[len(t), 1.0] for t in texts], dtype=np.float32)
+
+    calls: list[int] = []
+    monkeypatch.setattr(SentenceEncoder, "encode", encode)
+
+    def vectors() -> NDArray[np.float32]:
+        return SentenceEncoder(dtype="float32", cache_dir=tmp_path).encode_queries(["one", "three"])
+
+    good = vectors()
+    (file,) = (tmp_path / "queries").iterdir()
+    longer = np.ones(3, dtype="<f4").tobytes()
+    new: dict[str, tuple[object, int | None]] = {
+        "length": (b"abc", None),
+        "bytes": (np.array([4, 1], dtype="<f4").tobytes(), None),
+        "type": ("text", None),
+        "dimension": (longer, zlib.crc32(longer, zlib.crc32(b"one"))),
+    }
+    vector, crc = new[fault]
+    with contextlib.closing(sqlite3.connect(file)) as db, db:
+        change = "UPDATE checked_vectors SET vector = ?, crc32 = coalesce(?, crc32) WHERE text = 'one'"
+        assert db.execute(change, (vector, crc)).rowcount == 1
+    with caplog.at_level(logging.WARNING):
+        assert np.array_equal(vectors(), good)
+    assert calls == [2, 2 if fault == "dimension" else 1] and "encoding again" in caplog.text
+    assert np.array_equal(vectors(), good) and len(calls) == 2  # the row was replaced
 
 
 def test_the_fingerprint_follows_every_setting_that_changes_vectors() -> None:

@@ -15,6 +15,7 @@ import sqlite3
 import tempfile
 import uuid
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -374,7 +375,8 @@ class SentenceEncoder:
         try:
             with connection:
                 connection.execute(
-                    "CREATE TABLE IF NOT EXISTS vectors (text TEXT PRIMARY KEY, vector BLOB) WITHOUT ROWID"
+                    "CREATE TABLE IF NOT EXISTS checked_vectors "
+                    "(text TEXT PRIMARY KEY, vector BLOB, crc32 INTEGER) WITHOUT ROWID"
                 )
                 yield connection
         finally:
@@ -385,25 +387,47 @@ class SentenceEncoder:
         try:
             with self._database() as db:
                 for text in texts:
-                    row = db.execute("SELECT vector FROM vectors WHERE text = ?", (text,)).fetchone()
-                    if row is not None:
-                        found[text] = np.frombuffer(row[0], dtype="<f4").astype(np.float32)
+                    row = db.execute(
+                        "SELECT vector, crc32 FROM checked_vectors WHERE text = ?", (text,)
+                    ).fetchone()
+                    if row is None:
+                        continue
+                    raw, kept = row
+                    if isinstance(raw, bytes) and len(raw) % 4 == 0 and kept == _row_crc(text, raw):
+                        found[text] = np.frombuffer(raw, dtype="<f4").astype(np.float32)
+                    else:
+                        logger.warning(
+                            "query cache under %s: a vector was altered: encoding again", self.cache_dir
+                        )
+                        db.execute("DELETE FROM checked_vectors WHERE text = ?", (text,))
+                if len({v.size for v in found.values()}) > 1:
+                    logger.warning(
+                        "query cache under %s: vectors of several lengths: encoding again", self.cache_dir
+                    )
+                    db.executemany("DELETE FROM checked_vectors WHERE text = ?", [(t,) for t in found])
+                    found = {}
         except (sqlite3.Error, OSError) as error:
             logger.warning("query cache under %s can't be read (%s): encoding again", self.cache_dir, error)
             return {}
         return found
 
     def _write_queries(self, vectors: dict[str, FloatArray]) -> None:
+        rows = [(text, v.astype("<f4").tobytes()) for text, v in vectors.items()]
         try:
             with self._database() as db:
                 db.executemany(
-                    "INSERT OR IGNORE INTO vectors VALUES (?, ?)",
-                    [(text, v.astype("<f4").tobytes()) for text, v in vectors.items()],
+                    "INSERT OR IGNORE INTO checked_vectors VALUES (?, ?, ?)",
+                    [(text, raw, _row_crc(text, raw)) for text, raw in rows],
                 )
         except (sqlite3.Error, OSError) as error:
             logger.warning(
                 "query cache under %s can't be written (%s): going on without", self.cache_dir, error
             )
+
+
+def _row_crc(text: str, raw: bytes) -> int:
+    """CRC-32 of a query and its vector's bytes."""
+    return zlib.crc32(raw, zlib.crc32(text.encode()))
 
 
 def _token_counts(model: Any, texts: Sequence[str]) -> list[int]:
