@@ -9,6 +9,7 @@ import sqlite3
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,8 +87,6 @@ def test_impossible_faiss_settings_are_one_message(corpus: list[Document], cache
         dense(factory="IVF4,PQ16", cache_dir=cache).open_index(corpus)
     with pytest.raises(RetrievalError, match=r"factory='Nonsense' failed"):
         dense(factory="Nonsense", cache_dir=cache).open_index(corpus)
-    with pytest.raises(RetrievalError, match=r"has no parameter nprobe"):
-        dense(factory="HNSW8", nprobe=2, cache_dir=cache).open_index(corpus).search(["a"], 1)
 
 
 def test_vectors_are_encoded_once_per_shard_and_encoder(
@@ -133,6 +132,49 @@ def test_parts_of_a_corpus_are_encoded_apart_and_merged(
         make().encode_part(corpus, 2, 2)
     with pytest.raises(ConfigError, match=r"needs a cache folder"):
         DenseRetriever(SentenceEncoder()).encode_part(corpus, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"factory": "HNSW0"},
+            r"retriever\.factory='HNSW0': expected a number from 4 to 512 after HNSW, got 0",
+        ),
+        ({"factory": "IVF16_HNSW513,Flat"}, r"from 4 to 512 after HNSW, got 513"),
+        ({"factory": "IVF999999999,Flat"}, r"from 1 to 16777216 after IVF, got 999999999"),
+        ({"factory": "PQ8x0"}, r"retriever\.factory='PQ8x0': expected numbers of at least 1, got 0"),
+        ({"train_sample": 0}, r"retriever\.train_sample must be at least 1, got 0"),
+        ({"factory": "HNSW32", "nprobe": 8}, r"nprobe=8 is for IVF .*factory='HNSW32' is none"),
+        ({"nprobe": 8}, r"nprobe=8 is for IVF .*factory='Flat' is none"),
+        ({"factory": "IVF4,Flat", "ef_search": 8}, r"ef_search=8 is for HNSW .*'IVF4,Flat' is none"),
+    ],
+)
+def test_settings_of_the_index_are_checked_at_once(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DenseRetriever(SentenceEncoder(), **settings)
+
+
+def test_good_settings_of_the_index_are_taken() -> None:
+    for settings in ({"factory": "IVF4_HNSW32,PQ10x4fs", "nprobe": 8, "ef_search": 9}, {"factory": "HNSW"}):
+        DenseRetriever(SentenceEncoder(), **settings)  # type: ignore[arg-type]
+
+
+def test_what_faiss_can_not_build_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import faiss
+
+    retriever = DenseRetriever(SentenceEncoder(), "IVF64,Flat")
+    retriever._blocks = [np.eye(8, dtype=np.float32)]
+    with pytest.raises(RetrievalError, match=r"asks for 64 cells, but there are 8 vectors"):
+        retriever._build_faiss()
+
+    def exhausted(*arguments: object) -> None:
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(faiss, "index_factory", exhausted)
+    retriever.factory = "HNSW32"
+    with pytest.raises(RetrievalError, match=r"factory='HNSW32': memory ran out on 8 vectors of dimension 8"):
+        retriever._build_faiss()
 
 
 @pytest.mark.parametrize("fault", ["one bit", "no checksum"])

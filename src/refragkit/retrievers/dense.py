@@ -6,6 +6,7 @@ without faiss, and what an approximate index (``HNSW32``, ``IVF4096,PQ64``, ...)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,12 +63,30 @@ class DenseRetriever(Retriever):
             cache_dir: where vectors and indexes are kept.
 
         Raises:
-            ConfigError: a number is below 1.
+            ConfigError: a number is below 1, ``factory`` has a number that ends the process, or a search parameter
+                belongs to another type of index.
         """
         super().__init__()
-        for key, value in (("nprobe", nprobe), ("ef_search", ef_search), ("shard_size", shard_size)):
+        for key, value in (
+            ("nprobe", nprobe),
+            ("ef_search", ef_search),
+            ("train_sample", train_sample),
+            ("shard_size", shard_size),
+        ):
             if value is not None and value < 1:
                 raise ConfigError(f"retriever.{key} must be at least 1, got {value}")
+        factory = str(factory)
+        _check_factory(factory)
+        if nprobe is not None and "IVF" not in factory:
+            raise ConfigError(
+                f"retriever.nprobe={nprobe} is for IVF indexes, retriever.factory={factory!r} is none: set "
+                "nprobe to null"
+            )
+        if ef_search is not None and "HNSW" not in factory:
+            raise ConfigError(
+                f"retriever.ef_search={ef_search} is for HNSW indexes, retriever.factory={factory!r} is none: set "
+                "ef_search to null"
+            )
         self.encoder = encoder
         self.factory = factory
         self.nprobe = nprobe
@@ -150,12 +169,24 @@ class DenseRetriever(Retriever):
         import faiss
 
         total, width = sum(len(b) for b in self._blocks), self._blocks[0].shape[1]
+        points = min(total, self.train_sample)
+        cells = max(map(int, re.findall(r"IVF(\d+)", self.factory)), default=0)
+        if cells > points:
+            raise RetrievalError(
+                f"retriever.factory={self.factory!r} asks for {cells} cells, but there are {points} vectors to train "
+                f"them on (of {total}; retriever.train_sample={self.train_sample}): use fewer cells, Flat or HNSW32"
+            )
         try:
             index = faiss.index_factory(width, self.factory, faiss.METRIC_INNER_PRODUCT)
             if not index.is_trained:
                 index.train(self._training_sample(total, width))
             for block in self._blocks:
                 index.add(np.ascontiguousarray(block, dtype=np.float32))
+        except MemoryError as error:
+            raise RetrievalError(
+                f"retriever.factory={self.factory!r}: memory ran out on {total} vectors of dimension {width}: use an "
+                "index with smaller codes (IVF4096,PQ64), or a smaller retriever.train_sample"
+            ) from error
         except RuntimeError as error:
             raise RetrievalError(
                 f"retriever.factory={self.factory!r} failed on {total} vectors of dimension {width}: "
@@ -270,6 +301,18 @@ class DenseRetriever(Retriever):
             values[rows < 0] = 0.0
             result.append(values)
         return result
+
+
+def _check_factory(factory: str) -> None:
+    """Refuse what faiss answers by ending the process (``HNSW0``, ``PQ8x0``); the rest is faiss's to parse."""
+    for kind, low, high in (("HNSW", 4, 512), ("IVF", 1, 1 << 24)):
+        for number in re.findall(rf"{kind}(\d+)", factory):
+            if not low <= int(number) <= high:
+                raise ConfigError(
+                    f"retriever.factory={factory!r}: expected a number from {low} to {high} after {kind}, got {number}"
+                )
+    if re.search(r"(?<!\d)0+(?!\d)", factory):
+        raise ConfigError(f"retriever.factory={factory!r}: expected numbers of at least 1, got 0")
 
 
 def _largest(values: FloatArray, k: int) -> IntArray:
