@@ -194,7 +194,7 @@ def _is_cached(file: Path | None, rows: int) -> bool:
 
 def _checksum(vectors: FloatArray) -> str:
     """CRC-32 of the vectors' bytes in a file, as eight hex digits."""
-    return f"{zlib.crc32(np.ascontiguousarray(vectors, dtype='<f4')):08x}"
+    return f"{zlib.crc32(np.ascontiguousarray(vectors, dtype='<f4').data):08x}"
 
 
 def _store(file: Path, block: FloatArray) -> Path:
