@@ -133,21 +133,16 @@ def test_the_same_seed_gives_the_same_metrics(outputs: Path, refrag: tuple[dict[
     assert other["metrics"]["train/loss"] != kept["train/loss"]
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_the_micro_batch_size_changes_no_gradient(
-    outputs: Path, refrag: tuple[dict[str, Any], Path], accumulation: int
-) -> None:
-    again, _ = run(
-        outputs,
-        f"micro{accumulation}",
-        "method=refrag",
-        "model=hybrid",
-        "tracking=none",
-        f"hardware.micro_batch_size={accumulation}",
-        "hardware.precision=32-true",
-    )
+def test_the_micro_batch_size_changes_no_gradient(outputs: Path) -> None:
+    # float32: rounding to bfloat16, where the hardware has it, depends on what is in a micro batch
+    metrics = []
+    for size in (1, 2, 4):
+        overrides = (f"hardware.micro_batch_size={size}", "hardware.precision=32-true", "tracking=none")
+        summary, _ = run(outputs, f"micro{size}", "method=refrag", "model=hybrid", *overrides)
+        metrics.append(summary["metrics"])
     for name in ("train/loss", "train/objective", "train/grad_norm", "val/loss"):
-        assert again["metrics"][name] == pytest.approx(refrag[0]["metrics"][name], rel=2e-4)
+        for other in metrics[1:]:
+            assert other[name] == pytest.approx(metrics[0][name], rel=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,13 @@ def test_compiled_blocks_give_the_same_numbers(pattern: str, tmp_path: Path) -> 
     assert len(run(tmp_path, pattern, "inductor").splitlines()) == 8
 
 
-def test_without_a_compiler_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_setting_is_refused() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match=r"hardware\.compile=true needs a C\+\+ compiler"):
+    # Not monkeypatch: what it puts back leaves this module without the entry
+    with (
+        config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ConfigError, match=r"hardware\.compile=true needs a C\+\+ compiler"),
+    ):
         Hardware(compile=True).apply()
     Hardware().apply()
