@@ -238,8 +238,8 @@ def scan_table(result: Scan, chosen: Sequence[int], to: str) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"one block to {to} at a time: ratios to the model's perplexity of {result.perplexity:.2f} on text and "
-        f"{result.probe_perplexity:.2f} on the second copy of random tokens",
+        title=f"one block to {to} at a time, perplexity / source's",
+        caption=f"the source's: {result.perplexity:.2f} on text, {result.probe_perplexity:.2f} when copying",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
