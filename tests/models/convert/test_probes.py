@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -78,16 +76,8 @@ def test_the_induction_probe_sees_copying_and_nothing_else() -> None:
     assert induction_perplexity(wrong, rows) > 1e9
 
 
-@dataclass
-class Contexts:
-    texts: list[str]
-
-    def expand(self, k: int) -> Contexts:
-        return Contexts([text for text in self.texts for _ in range(k)])
-
-
 class Reader(torch.nn.Module):
-    """Reads the text so far and writes the number of the person asked for, if it is one that it knows."""
+    """Writes behind each name the number that stood behind it before, if it is one that it knows."""
 
     def __init__(self, tokenizer: Tokenizer, known: set[str]) -> None:
         super().__init__()
@@ -95,32 +85,32 @@ class Reader(torch.nn.Module):
         self.known = known
         self.head_weight = torch.zeros(1)
 
-    def forward(self, ids: Tensor, attention_mask: Tensor, state: Any = None, **options: Any) -> ModelOutput:
-        rows = [row[mask == 1].tolist() for row, mask in zip(ids, attention_mask, strict=True)]
-        texts = [self.tokenizer.decode(row) for row in rows]
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> ModelOutput:
         logits = torch.zeros(*ids.shape, self.tokenizer.vocab_size)
-        if state is None:
-            assert all(text.count("'s number is") == PAIRS for text in texts)
-            return ModelOutput(logits, Contexts(texts))  # type: ignore[arg-type]
-        for i, (row, context) in enumerate(zip(rows, state.texts, strict=True)):
-            (name,) = re.findall(r"\n(\w+)'s number is", texts[i])
-            (number,) = re.findall(rf"\b{name}'s number is (\d+)\.", context)
-            answer = self.tokenizer.encode(f" {number if name in self.known else '000'}")
-            question = len(self.tokenizer.encode(f"\n{name}'s number is"))
-            assert row[question:] == self.tokenizer.encode(f" {number}")
-            for j, token in enumerate(answer):
-                logits[i, question - 1 + j, token] = 1
+        for i, (row, mask) in enumerate(zip(ids, attention_mask, strict=True)):
+            lines = self.tokenizer.decode(row[mask == 1].tolist()).splitlines()
+            pairs = [line.split(": ") for line in lines]
+            assert len(lines) == 2 * PAIRS and sorted(lines[:PAIRS]) == sorted(lines[PAIRS:])
+            assert lines[:PAIRS] != lines[PAIRS:]
+            position, seen = 0, dict[str, str]()
+            for name, number in pairs:
+                position += len(self.tokenizer.encode(f"{name}:"))
+                wanted = seen.get(name, "000") if name in self.known else "000"
+                for j, token in enumerate(self.tokenizer.encode(f" {wanted}")):
+                    logits[i, position - 1 + j, token] = 1
+                position += len(self.tokenizer.encode(f" {number}")) + len(self.tokenizer.encode("\n"))
+                seen[name] = number
         return ModelOutput(logits, None)
 
 
 def test_recall_counts_right_answers() -> None:
-    tokenizer = Tokenizer.train(["Anna's number is 123.\nBen's number is 456."] * 3, 300)
+    tokenizer = Tokenizer.train(["Anna: 123\nBen: 456"] * 3, 300)
     reader: Any = Reader(tokenizer, set(_NAMES))
     assert recall(reader, tokenizer, contexts=13) == 1
     half: Any = Reader(tokenizer, set(_NAMES[::2]))
     assert 0.35 < recall(half, tokenizer, contexts=50) < 0.65
     nothing: Any = Reader(tokenizer, set())
-    assert recall(nothing, tokenizer, contexts=5, queries=8) == 0
+    assert recall(nothing, tokenizer, contexts=5) == 0
 
 
 def test_decoding_is_timed_at_any_context(model: SequenceModel) -> None:

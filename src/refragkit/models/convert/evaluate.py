@@ -56,7 +56,7 @@ def evaluate_model(
 
     Returns:
         ``perplexity/<name>``; ``induction_perplexity`` (second copy of 128 random tokens); ``recall`` (share of right
-        answers among 8 keys); ``perplexity_at/<tokens>`` (of the first text read 2,048 tokens at a time, the 512 up to
+        numbers, 8 names); ``perplexity_at/<tokens>`` (of the first text read 2,048 tokens at a time, the 512 up to
         there; absent where the text is shorter); ``state_bytes/<tokens>`` and ``tokens_per_second/<tokens>`` (decoding
         one row) at 1k, 4k and 16k.
     """
