@@ -13,7 +13,8 @@ from refragkit.config import instantiate
 from refragkit.data.conversation import Rendered
 from refragkit.data.datamodule import MultiHopQA
 from refragkit.data.tokenizer import Tokenizer
-from refragkit.methods.base import Answer, Components, MethodModule, reward_parts, score_answers
+from refragkit.methods.answers import Answer, reward_parts, score_answers
+from refragkit.methods.base import Components, MethodModule
 from refragkit.methods.refrag import RefragModule
 from refragkit.retrievers.multi_hop import MultiHopRetriever
 from refragkit.types import Batch, Document, Episode, Hit, Hop, Question

@@ -21,9 +21,9 @@ from torch import Tensor
 from refragkit.data.collate import collate, micro_batch_indices, micro_batches
 from refragkit.data.conversation import Rendered
 from refragkit.errors import DataError
+from refragkit.methods.answers import Answer, episode, generate_answers, score_answers
 from refragkit.methods.episodes import EpisodeBuilder
 from refragkit.ops.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
-from refragkit.rewards.composite import CompositeReward
 from refragkit.seeding import derive_seed
 from refragkit.training.optim import (
     LearningRates,
@@ -32,7 +32,7 @@ from refragkit.training.optim import (
     learning_rate_factor,
     set_learning_rates,
 )
-from refragkit.types import Batch, Conversation, Episode, Hop, Question
+from refragkit.types import Batch, Conversation, Hop, Question
 
 if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("refragkit")
 
-# Prompts are read in groups of so many tokens, which bounds the memory of a large evaluation.
-_PREFILL_TOKENS = 16384
 # A run that has trained on nothing after so many steps will not do better later.
 _STEPS_WITHOUT_A_TOKEN = 3
 
@@ -298,142 +296,11 @@ class MethodModule(pl.LightningModule):
             temperature: 0 is greedy.
             seed: of the sampling; each row has a generator of its own.
         """
-        from refragkit.generation.engine import GenerationConfig, generate
-
-        prompts = [self.episodes.prompt(q, h) for q, h in zip(questions, hops, strict=True)]
-        answerable = [i for i, prompt in enumerate(prompts) if prompt]
-        answers = [Answer([], [], "") for _ in prompts]
-        if not answerable:
-            return answers
-        config = GenerationConfig(
-            max_new_tokens=self.recipe.max_new_tokens,
-            temperature=temperature,
-            stop_ids=(self.tokenizer.end_id,),
-        )
-        samples = generate(
+        return generate_answers(
             self.model,
-            [prompts[i] for i in answerable],
-            config,
-            pad_id=self.tokenizer.pad_id,
+            self.tokenizer,
+            [self.episodes.prompt(q, h) for q, h in zip(questions, hops, strict=True)],
+            self.recipe.max_new_tokens,
+            temperature=temperature,
             seed=seed,
-            max_batch_tokens=_PREFILL_TOKENS,
         )
-        for i, (completion,) in zip(answerable, samples, strict=True):
-            text = self.tokenizer.decode(completion.content_ids).strip()
-            answers[i] = Answer(prompts[i], list(completion.token_ids), text)
-        return answers
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model generated for one prompt.
-
-    Attributes:
-        prompt_ids: what it read; empty where the question didn't fit.
-        token_ids: what it wrote, the end token included where it came to one.
-        text: the same without special tokens.
-    """
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    text: str
-
-    def as_example(self) -> Rendered:
-        """The very tokens that were generated, as a training example: an answer cut short does not learn to end."""
-        return Rendered(
-            self.prompt_ids + self.token_ids,
-            [False] * len(self.prompt_ids) + [True] * len(self.token_ids),
-        )
-
-
-def episode(question: Question, hops: Sequence[Hop], completion: str, max_hops: int) -> Episode:
-    """What a reward sees of one answered question."""
-    return Episode(
-        question=question.question,
-        answers=question.answers,
-        supporting_ids=question.supporting_ids,
-        hops=tuple(hops),
-        completion=completion,
-        id=question.id,
-        max_hops=max_hops,
-        metadata=question.metadata,
-    )
-
-
-def score_answers(
-    episodes: Sequence[Episode], reward: Reward, step: int
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Exact match, F1, rewards and support recall by hop of answered questions.
-
-    Args:
-        episodes: one or more answered questions.
-        reward: the run's reward.
-        step: optimiser step of the model that answered, for the records.
-
-    Returns:
-        metrics under ``val/``, and one record for each episode as in ``samples.jsonl``.
-    """
-    from refragkit.rewards.answer import exact_match, token_f1
-
-    em = [exact_match(e.completion, e.answers) for e in episodes]
-    f1 = [token_f1(e.completion, e.answers) for e in episodes]
-    parts = reward_parts(reward, episodes)
-    metrics = {"val/em": _mean(em), "val/f1": _mean(f1)}
-    metrics |= {f"val/reward_{name}": _mean(values) for name, values in parts.items()}
-    deepest = max((len(e.hops) for e in episodes), default=0)
-    annotated = [e for e in episodes if e.supporting_ids]
-    if deepest and annotated:
-        for hop in range(1, deepest + 1):
-            metrics[f"val/support_recall_hop{hop}"] = _mean([_support_recall(e, hop) for e in annotated])
-        metrics["val/support_recall"] = metrics[f"val/support_recall_hop{deepest}"]
-        metrics["val/hops"] = _mean([len(e.hops) for e in episodes])
-        metrics["val/documents"] = _mean([len(e.documents) for e in episodes])
-    records = [
-        {
-            "step": step,
-            "id": e.id,
-            "question": e.question,
-            "answers": list(e.answers),
-            "completion": e.completion,
-            "em": em[i],
-            "f1": f1[i],
-            "rewards": {name: values[i] for name, values in parts.items()},
-            "hops": [
-                {
-                    "hop": h.hop,
-                    "query": h.query,
-                    "latency_seconds": h.latency_seconds,
-                    "documents": [
-                        {
-                            "doc_id": d.doc_id,
-                            "title": d.document.title,
-                            "text": d.document.text,
-                            "score": d.score,
-                            "supporting": d.doc_id in e.supporting_ids,
-                        }
-                        for d in h.new_documents
-                    ],
-                }
-                for h in e.hops
-            ],
-        }
-        for i, e in enumerate(episodes)
-    ]
-    return metrics, records
-
-
-def reward_parts(reward: Reward, episodes: Sequence[Episode]) -> dict[str, list[float]]:
-    """Each part of a composite reward by its name, and the ``total``; one value per episode."""
-    if isinstance(reward, CompositeReward):
-        parts = reward.parts(episodes)
-        return {**parts, "total": reward.combine(parts)}
-    return {"total": reward(episodes)}
-
-
-def _support_recall(e: Episode, hops: int) -> float:
-    found = {hit.doc_id for hop in e.hops[:hops] for hit in hop.new_documents}
-    return len(found & set(e.supporting_ids)) / len(set(e.supporting_ids))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")

@@ -28,7 +28,8 @@ import time
 from typing import TYPE_CHECKING
 
 from refragkit.errors import DataError
-from refragkit.methods.base import MethodModule, Prepared, episode, reward_parts
+from refragkit.methods.answers import episode, reward_parts
+from refragkit.methods.base import MethodModule, Prepared
 from refragkit.rewards.base import says_nothing
 from refragkit.seeding import derive_seed
 from refragkit.types import Batch, Question
