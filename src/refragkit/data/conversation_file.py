@@ -37,7 +37,12 @@ def _message(record: Record) -> Message:
     raise LineError(f"key '{record.where}role': expected one of {', '.join(ROLES)}, got {role!r}")
 
 
-def _conversation(record: Record) -> tuple[str, Conversation]:
+def parse_conversation(record: Record) -> tuple[str, Conversation]:
+    """One line: its id and the conversation.
+
+    Raises:
+        LineError: what is wrong with it.
+    """
     conversation_id = record.string("id")
     messages = tuple(_message(m) for m in record.objects("messages"))
     if not messages:
@@ -51,4 +56,4 @@ def load_conversations(path: str | Path) -> list[Conversation]:
     Raises:
         DataError: a missing or empty file, broken lines, unknown roles, repeated ids; names file and line.
     """
-    return read_jsonl(path, "conversations", _conversation)
+    return read_jsonl(path, "conversations", parse_conversation)

@@ -1,10 +1,17 @@
-"""Text for calibration and scan, and a fixed part of it that is only measured on."""
+"""Text for calibration, scan and training, a fixed part of it that is only measured on, and sets to measure on.
+
+Sources are plain text, passages, conversations and questions. What a model is asked to say in a chat is another
+distribution than what it reads, and a conversion that saw little of it is worst there, so conversations are read the
+way the model meets them: with the chat template of its own tokenizer.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,18 +19,43 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from refragkit.data.document_files import Problem, corpus_files, read_file
+from refragkit.data.conversation import conversation_from_hops, render
+from refragkit.data.conversation_file import parse_conversation
+from refragkit.data.document_files import CorpusFile, Problem, SourceDocument, corpus_files, read_file
+from refragkit.data.jsonl import Record, read_jsonl, scan_jsonl
 from refragkit.data.split import id_rank, subset_positions
 from refragkit.errors import DataError
+from refragkit.types import Hit, Hop
 
 if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
-    from refragkit.types import Document
+    from refragkit.types import Conversation, Document, Question
+
+log = logging.getLogger("refragkit")
+
+Text = str | Sequence[int]
+"""A piece of a source: plain text, or the token ids of a conversation, control tokens included."""
 
 _HELD_OUT_SHARE = 10
 _PIECE_CHARACTERS = 4000
 _SUFFIXES = (".txt", ".md", ".jsonl")
 _PARAGRAPH_END = re.compile(r"\n+")
+_CHARACTERS_PER_TOKEN = 16  # more than any running text has
+
+
+@dataclass(frozen=True)
+class TokenPiece:
+    """A conversation as its tokenizer writes it.
+
+    Attributes:
+        key: decides its place in the shuffled order.
+        names: what it must not share with the other side of a split: its tree, or the passages that it shows.
+        ids: token ids.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -35,38 +67,55 @@ class TextSplit:
     Attributes:
         calibration: to fit on.
         held_out: to measure on.
+        left_out: pieces on neither side, because they show passages of both.
     """
 
-    calibration: list[str]
-    held_out: list[str]
+    calibration: list[Text]
+    held_out: list[Text]
+    left_out: int = 0
 
 
-def split_text(documents: Iterable[Document]) -> TextSplit:
-    """Cut long documents into pieces and hold out a tenth; short documents of one title stay on one side.
+def split_text(documents: Iterable[Document | TokenPiece]) -> TextSplit:
+    """Cut long documents into pieces, mix them with the conversations, and hold out a tenth.
+
+    Short documents of one title stay on one side, and so do conversations of one tree.
 
     Raises:
         DataError: too little to hold anything out.
     """
-    pieces: dict[str, list[str]] = {}
+    pieces: list[tuple[str, tuple[str, ...], Text]] = []
     for document in documents:
-        parts = list(_pieces(document.text))
-        for number, part in enumerate(parts):
-            whole = len(parts) == 1
-            name = (document.title or document.doc_id) if whole else f"{document.doc_id}#{number:06d}"
-            pieces.setdefault(name, []).append(
-                f"{document.title}\n{part}" if document.title and whole else part
-            )
-    names = sorted(pieces, key=id_rank)
+        if isinstance(document, TokenPiece):
+            pieces.append((document.key, document.names, document.ids))
+        else:
+            pieces += ((name, (name,), text) for name, text in _parts(document))
+    names = sorted({name for _, own, _ in pieces for name in own}, key=id_rank)
     if len(names) < 2:
         raise DataError(
             f"convert.text: {len(names)} pieces of text (of up to {_PIECE_CHARACTERS} characters), too few to hold any "
             "out for measuring; give more text"
         )
-    held = set(subset_positions(names, max(1, len(names) // _HELD_OUT_SHARE)))
-    sides: tuple[list[str], list[str]] = ([], [])
-    for position, name in enumerate(names):
-        sides[position in held].extend(pieces[name])
-    return TextSplit(*sides)
+    held = {names[i] for i in subset_positions(names, max(1, len(names) // _HELD_OUT_SHARE))}
+    sides: tuple[list[Text], list[Text]] = ([], [])
+    left_out = 0
+    for _, own, text in sorted(pieces, key=lambda piece: id_rank(piece[0])):
+        on_held_side = {name in held for name in own}
+        if len(on_held_side) == 1:
+            sides[on_held_side.pop()].append(text)
+        else:
+            left_out += 1
+    return TextSplit(*sides, left_out)
+
+
+def _parts(document: Document) -> Iterator[tuple[str, str]]:
+    """The pieces of a document with their names; one that is a piece as it is goes by its title."""
+    parts = list(_pieces(document.text))
+    if len(parts) == 1:
+        text = f"{document.title}\n{parts[0]}" if document.title else parts[0]
+        yield document.title or document.doc_id, text
+        return
+    for number, part in enumerate(parts):
+        yield f"{document.doc_id}#{number:06d}", part
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -87,32 +136,173 @@ def read_documents(source: str | Path) -> Iterator[Document]:
     Raises:
         DataError: nothing there, or a file or line that can't be read.
     """
+    for item in _read(source, None, "convert.text"):
+        assert isinstance(item, SourceDocument)
+        yield item.document
+
+
+def read_sources(
+    sources: Iterable[str | Path], tokenizer: Tokenizer, key: str = "convert.text"
+) -> Iterator[Document | TokenPiece]:
+    """Documents and conversations of several sources, one after the other; :func:`split_text` mixes them.
+
+    A source is a .txt, .md or .jsonl file or a folder of them. A .jsonl whose first line has ``messages`` holds
+    conversations (``{"id", "messages"[, "tree_id"]}``), any other passages (``{"text"[, "id", "title"]}``).
+    Conversations of one ``tree_id``, else those that open with the same turn, share a name.
+
+    Args:
+        sources: files and folders.
+        tokenizer: renders conversations with its chat template, see :func:`speaks_chat`. Their text never becomes a
+            control token.
+        key: the configuration's, for errors.
+
+    Raises:
+        DataError: nothing there, or a file or line that can't be read.
+    """
+    for source in sources:
+        for item in _read(source, tokenizer, key):
+            yield item.document if isinstance(item, SourceDocument) else item
+
+
+def _read(source: str | Path, tokenizer: Tokenizer | None, key: str) -> Iterator[SourceDocument | TokenPiece]:
     path = Path(source).expanduser()
     if not path.exists() or (path.is_file() and path.suffix.lower() not in _SUFFIXES):
         problem = f"is a {path.suffix or 'nameless'} file" if path.exists() else "does not exist"
         raise DataError(
-            f"convert.text={source}: expected a .txt, .md or .jsonl file or a folder of them, but it {problem}"
+            f"{key}={source}: expected a .txt, .md or .jsonl file or a folder of them, but it {problem}"
         )
     found = False
     for file in corpus_files(path):
         if isinstance(file, Problem):
             if file.kind == "file":
-                raise DataError(f"convert.text: {file.message}")
+                raise DataError(f"{key}: {file.message}")
             continue
-        for item in read_file(file):
+        if tokenizer is not None and _holds_conversations(file):
+            items: Iterator[SourceDocument | TokenPiece | Problem] = _conversations(file, tokenizer, key)
+        else:
+            items = iter(read_file(file))
+        for item in items:
             if isinstance(item, Problem):
-                raise DataError(f"convert.text: {item.message}")
+                raise DataError(f"{key}: {item.message}")
             found = True
-            yield item.document
+            yield item
     if not found:
-        raise DataError(f"convert.text={source}: no .txt, .md or .jsonl file with text in this folder")
+        raise DataError(f"{key}={source}: no .txt, .md or .jsonl file with text in this folder")
 
 
-def windows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, window: int, what: str) -> Tensor:
+def _holds_conversations(file: CorpusFile) -> bool:
+    if file.path.suffix.lower() != ".jsonl":
+        return False
+    try:
+        first = next(scan_jsonl(file.path), None)
+    except OSError:  # whoever reads it says so
+        return False
+    return first is not None and isinstance(first[1], Record) and "messages" in first[1].fields
+
+
+def _conversations(file: CorpusFile, tokenizer: Tokenizer, key: str) -> Iterator[TokenPiece]:
+    """The conversations of a file; those that nobody answers are left out and counted."""
+
+    def parse(record: Record) -> tuple[str, tuple[str, Conversation]]:
+        identifier, conversation = parse_conversation(record)
+        if "tree_id" in record.fields:
+            return identifier, (f"tree {record.identifier('tree_id')}", conversation)
+        opening = next((m for m in conversation.messages if m.role == "user"), conversation.messages[0])
+        return identifier, (f"opening {' '.join(opening.content.split())}", conversation)
+
+    try:
+        rows = read_jsonl(file.path, "conversations", parse)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+    unanswered = 0
+    for name, conversation in rows:
+        try:
+            ids = chat_ids(conversation, tokenizer)
+        except DataError as error:
+            raise DataError(f"{key}: {file.path}: conversation {conversation.id!r}: {error}") from error
+        if ids:
+            yield TokenPiece(f"conversation {conversation.id}", (name,), ids)
+        else:
+            unanswered += 1
+    if unanswered:
+        log.warning("%s: %d conversations without an assistant turn are left out", file.path, unanswered)
+
+
+def speaks_chat(tokenizer: Tokenizer) -> bool:
+    """Whether its model has met conversations: by a chat template, or by special tokens it was trained with."""
+    return bool(tokenizer.chat_template) or (bool(tokenizer.special_ids) and not tokenizer.added_ids)
+
+
+def chat_ids(
+    conversation: Conversation, tokenizer: Tokenizer, max_document_tokens: int | None = None
+) -> tuple[int, ...]:
+    """A whole conversation as its model meets it; nothing is cut but documents.
+
+    A model that has met no conversations gets the turns as plain text, one behind the other.
+
+    Args:
+        conversation: turns in order.
+        tokenizer: of the model.
+        max_document_tokens: of each document; None for all.
+
+    Returns:
+        Token ids; none if there is no assistant turn.
+
+    Raises:
+        DataError: the chat template refuses the turns.
+    """
+    if speaks_chat(tokenizer):
+        rendered = render(conversation, tokenizer, sys.maxsize, max_document_tokens=max_document_tokens)
+        return tuple(rendered.input_ids)
+    if not any(message.role == "assistant" for message in conversation.messages):
+        return ()
+    texts = []
+    for message in conversation.messages:
+        texts += [f"{hit.document.title}\n{hit.document.text}".strip() for hit in message.documents]
+        texts += [message.content] if message.content else []
+    return tuple(tokenizer.encode("\n\n".join(texts) + "\n\n"))
+
+
+def question_pieces(
+    questions: Iterable[Question],
+    corpus: Iterable[Document],
+    tokenizer: Tokenizer,
+    max_document_tokens: int | None = None,
+) -> Iterator[TokenPiece]:
+    """Questions with their gold passages and answers, written as the methods write them.
+
+    A piece bears the names of its passages, so that :func:`split_text` never shows a held-out passage elsewhere.
+    Give questions for training only.
+
+    Args:
+        questions: without gold passages, they are question and answer.
+        corpus: where the passages are.
+        tokenizer: of the model.
+        max_document_tokens: of each passage; None for all.
+    """
+    questions = list(questions)
+    wanted = {i for question in questions for i in question.supporting_ids}
+    passages = {document.doc_id: document for document in corpus if document.doc_id in wanted}
+    for question in questions:
+        gold = [passages[i] for i in question.supporting_ids if i in passages]
+        hits = tuple(Hit(document, 1.0) for document in gold)
+        hops = (Hop(1, question.question, hits, hits),)
+        conversation = conversation_from_hops(
+            question.question, hops, question.answers[0], conversation_id=question.id
+        )
+        names = {name for document in gold for name, _ in _parts(document)} or {f"question {question.id}"}
+        yield TokenPiece(
+            f"question {question.id}",
+            tuple(sorted(names)),
+            chat_ids(conversation, tokenizer, max_document_tokens),
+        )
+
+
+def windows(texts: Iterable[Text], tokenizer: Tokenizer, tokens: int, window: int, what: str) -> Tensor:
     """The first ``tokens`` tokens of texts that follow one another, int64 ``[tokens // window, window]``.
 
     Args:
-        texts: joined by blank lines.
+        texts: plain ones are followed by a blank line.
         tokenizer: of the model.
         tokens: how many, rounded up to whole windows.
         window: tokens per row.
@@ -124,7 +314,7 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, window: int
     wanted = -(-tokens // window) * window
     ids: list[int] = []
     for text in texts:
-        ids += tokenizer.encode(text + "\n\n")
+        ids += _first_ids(text, tokenizer, wanted)
         if len(ids) >= wanted:
             break
     rows = min(len(ids), wanted) // window
@@ -133,6 +323,66 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, tokens: int, window: int
             f"{what}: the text has {len(ids)} tokens there, fewer than one window of {window}; give more text"
         )
     return torch.tensor(ids[: rows * window], dtype=torch.int64).view(rows, window)
+
+
+def _first_ids(text: Text, tokenizer: Tokenizer, wanted: int) -> Sequence[int]:
+    """Ids of a text, at least ``wanted`` of them where it has so many; a book is not encoded for its first pages."""
+    if not isinstance(text, str):
+        return text
+    most = _CHARACTERS_PER_TOKEN * wanted
+    if len(text) > most:
+        ids = tokenizer.encode(text[:most])
+        if len(ids) > wanted:
+            return ids
+    return tokenizer.encode(text + "\n\n")
+
+
+def evaluation_windows(
+    texts: Mapping[str, str | Path],
+    tokenizer: Tokenizer,
+    tokens: int,
+    window: int,
+    key: str = "convert.evaluation_texts",
+) -> dict[str, Tensor]:
+    """Sets to measure on: each the first ``tokens`` tokens of a source as it stands, in its order, nothing held out.
+
+    A .txt or .md is taken as it is; passages stand below their titles; conversations are whole, with what the chat
+    template writes around them (a system turn of its own is easy to predict, so that perplexity on short
+    conversations is low).
+
+    Args:
+        texts: a source by name, see :func:`read_sources`.
+        tokenizer: of the model.
+        tokens: of each set at most, rounded up to whole windows.
+        window: tokens per row.
+        key: the configuration's, for errors.
+
+    Returns:
+        int64 ``[n, window]`` by name.
+
+    Raises:
+        DataError: a source can't be read, or has fewer tokens than one window; names the set.
+    """
+    return {
+        name: windows(
+            _as_it_stands(source, tokenizer, f"{key}.{name}"),
+            tokenizer,
+            tokens,
+            window,
+            f"{key}.{name}={source}",
+        )
+        for name, source in texts.items()
+    }
+
+
+def _as_it_stands(source: str | Path, tokenizer: Tokenizer, key: str) -> Iterator[Text]:
+    for item in _read(source, tokenizer, key):
+        if isinstance(item, TokenPiece):
+            yield item.ids
+        elif item.is_passage and item.document.title:
+            yield f"{item.document.title}\n{item.document.text}"
+        else:
+            yield item.document.text
 
 
 def fingerprint(*tensors: Tensor) -> str:
