@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-TEXT_KEYS: tuple[str, ...] = ("prompt", "system", "stop")
+TEXT_KEYS: tuple[str, ...] = ("prompt", "system", "stop", "rag.system", "rag.instruction")
 """Keys whose values are text as it stands. Hydra's own quotes and lists still work: ``prompt='"a","b"'`` sweeps,
 ``stop=[a,b]`` is a list."""
 

@@ -102,7 +102,7 @@ def evaluate_retrieval(
     ]
     rows = [
         _mean(group, [measured[i] for i in members])
-        for group, members in _groups(questions, by_hops=qrels is None).items()
+        for group, members in question_groups(questions, by_hops=qrels is None).items()
     ]
     rows[0].update(
         {
@@ -139,7 +139,8 @@ def _found(hops: Sequence[Hop], gain: Mapping[str, float], last: int) -> dict[st
     }
 
 
-def _groups(questions: Sequence[Question], by_hops: bool) -> dict[str, list[int]]:
+def question_groups(questions: Sequence[Question], by_hops: bool) -> dict[str, list[int]]:
+    """Name -> positions: ``all``, each data set where there are several, each hop count where ``by_hops``."""
     groups: dict[str, list[int]] = {"all": list(range(len(questions)))}
     datasets = sorted({str(q.metadata["dataset"]) for q in questions if q.metadata.get("dataset")})
     counts = sorted({q.hops for q in questions if q.hops}) if by_hops else []
@@ -186,10 +187,10 @@ def _record(
     }
 
 
-def as_metrics(rows: Iterable[Row]) -> dict[str, float]:
+def as_metrics(rows: Iterable[Row], prefix: str = "retrieval") -> dict[str, float]:
     """Rows as flat metrics: ``retrieval/recall@5`` of all, ``retrieval/hotpotqa/recall@5`` of a group."""
     return {
-        f"retrieval/{'' if row['group'] == 'all' else str(row['group']).replace(' ', '_') + '/'}{key}": float(
+        f"{prefix}/{'' if row['group'] == 'all' else str(row['group']).replace(' ', '_') + '/'}{key}": float(
             value
         )
         for row in rows
@@ -198,7 +199,8 @@ def as_metrics(rows: Iterable[Row]) -> dict[str, float]:
     }
 
 
-def _write(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """Write to a temporary name beside ``path``, then rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -211,7 +213,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _write(path, text.getvalue())
+    write_atomically(path, text.getvalue())
 
 
 def as_table(rows: Sequence[Row], title: str = "retrieval") -> Table:
@@ -302,7 +304,7 @@ def run_retrieval(run: Run, split: str) -> None:
     )
     write_csv(rows, run.folder / "retrieval.csv")
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in evaluation.records)
-    _write(run.folder / "retrieval.jsonl", "".join(lines))
+    write_atomically(run.folder / "retrieval.jsonl", "".join(lines))
     run.log_metrics(as_metrics(rows), step=0)
     run.artifact("retrieval", run.folder / "retrieval.csv")
     run.artifact("rankings", run.folder / "retrieval.jsonl")
