@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from refragkit import compose, load_model
+from refragkit import build_model, compose, load_model
 from refragkit.config import instantiate
 from refragkit.experiment import run_experiment
 from tests.integration.small import small
@@ -72,14 +72,78 @@ def test_a_run_writes_what_the_design_says(refrag: tuple[dict[str, Any], Path]) 
 def test_metrics_csv_has_a_row_for_each_step(refrag: tuple[dict[str, Any], Path]) -> None:
     with (refrag[1] / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["1", "2"]
-    assert all(float(row["train/loss"]) > 0 for row in rows)
-    assert rows[0]["val/loss"] == "" and float(rows[1]["val/loss"]) > 0
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert all(float(row["train/loss"]) > 0 for row in rows[1:])
+    assert rows[1]["val/loss"] == "" and all(float(rows[step]["val/loss"]) > 0 for step in (0, 2))
+
+
+def test_the_end_is_compared_with_the_start(outputs: Path, refrag: tuple[dict[str, Any], Path]) -> None:
+    from mlflow import MlflowClient
+
+    summary, folder = refrag
+    with (folder / "metrics.csv").open() as file:
+        start, _, end = csv.DictReader(file)
+    for name in ("f1", "em", "support_recall", "loss"):
+        before, after = float(start[f"val/{name}"]), float(end[f"val/{name}"])
+        assert summary["metrics"][f"before/{name}"] == pytest.approx(before)
+        assert summary["metrics"][f"val/{name}"] == pytest.approx(after)
+        assert summary["metrics"][f"change/{name}"] == pytest.approx(after - before)
+    assert summary["metrics"]["change/loss"] < 0
+    page = (folder / summary["artifacts"]["before_after"]).read_text()
+    assert "4 validation questions, before and after 2 steps" in page
+    assert (
+        f"| loss (nats per token) | {float(start['val/loss']):.3f} | {float(end['val/loss']):.3f} |" in page
+    )
+    client = MlflowClient(tracking_uri=f"sqlite:///{outputs / 'mlflow.db'}")
+    assert "before_after.md" in {a.path for a in client.list_artifacts(summary["mlflow_run_id"])}
+    history = client.get_metric_history(summary["mlflow_run_id"], "val/f1")
+    assert [m.step for m in history] == [0, 2]
+
+
+def test_the_first_evaluation_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("tracking=none", "model.block_pattern=M", "method.max_steps=1")
+    summary, folder = run(tmp_path, "without", "method.eval_at_start=false", *overrides)
+    assert summary["status"] == "finished", summary["error"]
+    assert not [name for name in summary["metrics"] if name.startswith("before/")]
+    assert "before and after" not in capsys.readouterr().out
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples} == {1}
+
+
+def test_a_rate_of_zero_freezes_what_it_is_for(tmp_path: Path) -> None:
+    overrides = ("tracking=none", "model.block_pattern=TM", "method.max_steps=2")
+    summary, folder = run(tmp_path, "frozen", "method.embedding_lr=0", *overrides)
+    assert summary["status"] == "finished", summary["error"]
+    trained = load_model(folder / "model")
+    embedding = trained.embed_tokens.weight
+    assert summary["trainable_parameters"] == summary["total_parameters"] - embedding.numel()
+    start = build_model(compose(small(tmp_path, *overrides)).model, vocab_size=trained.vocab_size, seed=0)
+    changed = {
+        name
+        for (name, new), (_, old) in zip(trained.named_parameters(), start.named_parameters(), strict=True)
+        if not torch.equal(new, old)
+    }
+    assert "embed_tokens.weight" not in changed
+    assert len(changed) > 5
+
+
+def test_the_best_checkpoint_survives_a_later_and_worse_one(tmp_path: Path) -> None:
+    # Rates so large that the second step destroys what the first one learnt
+    overrides = ("tracking=none", "model.block_pattern=M", "method.eval_every=1", "method.max_steps=3")
+    _, folder = run(tmp_path, "worse", "method.lr=0.3", "method.schedule=constant", *overrides)
+    with (folder / "metrics.csv").open() as file:
+        losses = {int(row["step"]): float(row["val/loss"]) for row in csv.DictReader(file)}
+    best_step = min((1, 2, 3), key=lambda step: losses[step])
+    best = torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)
+    last = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert (best["global_step"], last["global_step"]) == (best_step, 3)
+    assert best_step < 3
 
 
 def test_samples_hold_the_hops_and_the_answer_of_each_question(refrag: tuple[dict[str, Any], Path]) -> None:
     samples = [json.loads(line) for line in (refrag[1] / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 4
+    assert [s["step"] for s in samples] == [0] * 4 + [2] * 4
+    assert [s["id"] for s in samples[:4]] == [s["id"] for s in samples[4:]]
     for sample in samples:
         assert sample["hops"][0]["query"] == sample["question"]
         assert all(hop["documents"] for hop in sample["hops"])

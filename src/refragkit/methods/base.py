@@ -30,6 +30,7 @@ from refragkit.training.optim import (
     build_adamw,
     clip_gradients,
     learning_rate_factor,
+    parameter_kinds,
     set_learning_rates,
 )
 from refragkit.types import Batch, Conversation, Hop, Question
@@ -104,25 +105,42 @@ class MethodModule(pl.LightningModule):
         self.truncated_documents = 0
         self.trained_tokens = 0
         self.training_seconds = 0.0
+        self._freeze()
 
     def prepare(self, batch: Batch) -> Prepared:
         """Turn a global batch into rendered examples, with weights where the method has them."""
         raise NotImplementedError
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW with a learning rate for each kind of parameter."""
+    @property
+    def learning_rates(self) -> LearningRates:
+        """The peak rate of each kind of parameter."""
         recipe = self.recipe
         if recipe.lr is not None:
-            rates = LearningRates.uniform(recipe.lr)
-        else:
-            scale = recipe.scratch_lr_frac if self.components.from_scratch else recipe.init_lr_frac
-            rates = LearningRates(
-                embedding=recipe.embedding_lr,
-                unembedding=recipe.unembedding_lr,
-                matrix=recipe.matrix_lr,
-                other=recipe.matrix_lr,
-            ).scaled(scale)
-        return build_adamw(self.model, rates, weight_decay=recipe.weight_decay)
+            return LearningRates.uniform(recipe.lr)
+        scale = recipe.scratch_lr_frac if self.components.from_scratch else recipe.init_lr_frac
+        return LearningRates(
+            embedding=recipe.embedding_lr,
+            unembedding=recipe.unembedding_lr,
+            matrix=recipe.matrix_lr,
+            other=recipe.matrix_lr,
+        ).scaled(scale)
+
+    def _freeze(self) -> None:
+        """Freeze the kinds of parameters whose rate is 0: the gradient of a large vocabulary's embedding costs time.
+
+        Where every rate is 0 the run is a control, and all of it goes on as if it trained.
+        """
+        rates, kinds = self.learning_rates, parameter_kinds(self.model)
+        if not any(getattr(rates, kind) for kind in kinds.values()):
+            return
+        parameters = dict(self.model.named_parameters())
+        for name, kind in kinds.items():
+            if getattr(rates, kind) == 0:
+                parameters[name].requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW with a learning rate for each kind of parameter."""
+        return build_adamw(self.model, self.learning_rates, weight_decay=self.recipe.weight_decay)
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Leave the questions as they are; tensors are made on the device, micro batch by micro batch."""

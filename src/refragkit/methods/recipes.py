@@ -31,7 +31,7 @@ class Recipe:
         max_document_tokens: tokens of one document; null: no limit of its own.
         max_new_tokens: longest generated answer.
         lr: one learning rate for every parameter; null: the three below.
-        embedding_lr: for the (tied) embedding.
+        embedding_lr: for the (tied) embedding; 0 freezes it, and no gradient of it is computed. The others likewise.
         unembedding_lr: for an untied output head.
         matrix_lr: for everything else.
         init_lr_frac: factor on all rates when weights are pretrained.
@@ -40,6 +40,7 @@ class Recipe:
         schedule: shape of the decay to 0 after warmup.
         warmup_steps: linear warmup.
         grad_clip: largest gradient norm; 0 switches clipping off.
+        eval_at_start: evaluate the model before the first step too, so that the end can be compared with it.
         eval_every: optimiser steps between evaluations; the last step is always evaluated.
         eval_batches: evaluate at most this many global batches.
         log_every: optimiser steps between log lines.
@@ -61,6 +62,7 @@ class Recipe:
     schedule: Schedule
     warmup_steps: int
     grad_clip: float
+    eval_at_start: bool
     eval_every: int
     eval_batches: int
     log_every: int
@@ -94,6 +96,11 @@ class Recipe:
                 raise ConfigError(
                     f"method.{name}: expected a finite number, 0 or more, got {getattr(self, name)}"
                 )
+        if self.max_document_tokens is not None and self.max_document_tokens < 1:
+            raise ConfigError(
+                f"method.max_document_tokens: expected null or at least 1, got {self.max_document_tokens}; for no"
+                " documents at all use method=sft retriever=none"
+            )
         if self.max_seq_len <= self.max_new_tokens:
             raise ConfigError(
                 f"method.max_seq_len={self.max_seq_len} leaves no room for a prompt beside"

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from refragkit.experiment import Run
     from refragkit.methods.base import MethodModule
     from refragkit.methods.recipes import Recipe
+    from refragkit.training.callbacks import Evaluated
 
 log = logging.getLogger("refragkit")
 
@@ -78,13 +79,6 @@ def _fit(run: Run, recipe: Recipe) -> None:
     _log_datasets(run, data)
     n_steps = recipe.n_steps(len(data.train))
     model = run.model
-    log.info(
-        "model: %s, %s parameters, %s trainable, block pattern %s",
-        run.cfg.choices.model,
-        f"{run.summary.total_parameters:,}",
-        f"{run.summary.trainable_parameters:,}",
-        model.block_pattern,
-    )
     components = Components(
         model=model,
         tokenizer=run.tokenizer,
@@ -98,8 +92,22 @@ def _fit(run: Run, recipe: Recipe) -> None:
         log_metrics=run.log_metrics,
     )
     module = recipe.module(components)
+    # A method may freeze what it doesn't train.
+    run.summary.trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    log.info(
+        "model: %s, %s parameters, %s trainable, block pattern %s",
+        run.cfg.choices.model,
+        f"{run.summary.total_parameters:,}",
+        f"{run.summary.trainable_parameters:,}",
+        model.block_pattern,
+    )
     loader = data.train_loader(recipe.global_batch_size, n_steps)
     hardware = run.hardware
+    evaluation = Evaluation(
+        run.folder,
+        on_records=lambda records, step: run.tracking.log_traces(records[:16], step),
+        on_saved=lambda: _save_progress(run, module),
+    )
     trainer = pl.Trainer(
         accelerator=hardware.accelerator,
         devices=hardware.devices,
@@ -110,11 +118,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
         callbacks=[
             TrainingProgress(),
             StepLog(),
-            Evaluation(
-                run.folder,
-                on_records=lambda records, step: run.tracking.log_traces(records[:16], step),
-                on_saved=lambda: _save_progress(run, module),
-            ),
+            evaluation,
         ],
         logger=False,
         enable_checkpointing=False,
@@ -145,6 +149,20 @@ def _fit(run: Run, recipe: Recipe) -> None:
             "%d examples had no supervised token within the context and were skipped", module.dropped_examples
         )
     _export(run, model)
+    if evaluation.first is not None and evaluation.last is not None:
+        _compare(run, evaluation.first, evaluation.last)
+
+
+def _compare(run: Run, before: Evaluated, after: Evaluated) -> None:
+    """Show what training changed: on the screen, in the summary, in the tracking store."""
+    from refragkit.console import console
+    from refragkit.training.before_after import BeforeAfter
+
+    comparison = BeforeAfter(before, after)
+    run.log_metrics(comparison.metrics, after.step)
+    comparison.write(run.folder / "before_after.md")
+    run.artifact("before_after", run.folder / "before_after.md")
+    console.print(comparison.renderable(), highlight=False)
 
 
 def _save_progress(run: Run, module: MethodModule) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +23,33 @@ if TYPE_CHECKING:
 log = logging.getLogger("refragkit")
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """What one evaluation found.
+
+    Attributes:
+        step: optimiser steps taken before it.
+        metrics: under ``val/``, and its time.
+        records: one for each question, as in ``samples.jsonl``; empty where the data has no questions.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    records: list[dict[str, Any]]
+
+
 class Evaluation(pl.Callback):
-    """Evaluates every ``eval_every`` steps and after the last one, and keeps the best and the last checkpoint.
+    """Evaluates before the first step, every ``eval_every`` steps and after the last one; keeps checkpoints.
 
     Args:
         folder: the run folder; checkpoints go to ``checkpoints/``, answers to ``samples.jsonl``.
-        monitor: metric that decides what is best, lower is better.
+        monitor: metric that decides which checkpoint is best, lower is better.
         on_records: called with the records of the last evaluation.
         on_saved: called after each evaluation, when its checkpoints are written.
+
+    Attributes:
+        first: the evaluation before the first step; None where ``eval_at_start`` is off.
+        last: the latest one after a step.
     """
 
     def __init__(
@@ -43,6 +65,8 @@ class Evaluation(pl.Callback):
         self.on_saved = on_saved
         self.best = float("inf")
         self.best_step = 0
+        self.first: Evaluated | None = None
+        self.last: Evaluated | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Best value so far and its step."""
@@ -53,8 +77,13 @@ class Evaluation(pl.Callback):
         self.best, self.best_step = state_dict["best"], state_dict["best_step"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the checkpoint folder."""
+        """Make the checkpoint folder, and measure the model that training starts from."""
+        assert isinstance(pl_module, MethodModule)
         (self.folder / "checkpoints").mkdir(exist_ok=True)
+        if pl_module.recipe.eval_at_start and trainer.global_step == 0:
+            self.first = self._evaluate(trainer, pl_module)
+            if self.on_saved is not None:
+                self.on_saved()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -64,22 +93,35 @@ class Evaluation(pl.Callback):
         step, n_steps = trainer.global_step, pl_module.components.n_steps
         if step % pl_module.recipe.eval_every and step != n_steps:
             return
-        started = time.perf_counter()
-        with trainer.precision_plugin.forward_context():
-            metrics, records = pl_module.evaluate()
-        metrics["time/evaluate_seconds"] = time.perf_counter() - started
-        pl_module._record(metrics, step)
-        log.info("step %d/%d evaluation: %s", step, n_steps, _line(metrics, _SHOWN_IN_EVALUATION))
-        append_jsonl(self.folder / "samples.jsonl", records)
-        value = metrics.get(self.monitor, float("nan"))
+        self.last = self._evaluate(trainer, pl_module)
+        last, best = (self.folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+        save_checkpoint(trainer, last)
+        value = self.last.metrics.get(self.monitor, float("nan"))
         if value < self.best:
             self.best, self.best_step = value, step
-            save_checkpoint(trainer, self.folder / "checkpoints" / "best.ckpt")
-        save_checkpoint(trainer, self.folder / "checkpoints" / "last.ckpt")
+            if trainer.is_global_zero:
+                same_file(last, best)
         if self.on_saved is not None:
             self.on_saved()
         if step == n_steps and self.on_records is not None:
-            self.on_records(records, step)
+            self.on_records(self.last.records, step)
+
+    def _evaluate(self, trainer: pl.Trainer, module: MethodModule) -> Evaluated:
+        step = trainer.global_step
+        started = time.perf_counter()
+        with trainer.precision_plugin.forward_context():
+            metrics, records = module.evaluate()
+        metrics["time/evaluate_seconds"] = time.perf_counter() - started
+        module._record(metrics, step)
+        log.info(
+            "step %d/%d evaluation: %s (%s)",
+            step,
+            module.components.n_steps,
+            _line(metrics, _SHOWN_IN_EVALUATION),
+            _duration(metrics["time/evaluate_seconds"]),
+        )
+        append_jsonl(self.folder / "samples.jsonl", records)
+        return Evaluated(step, metrics, records)
 
 
 class StepLog(pl.Callback):
@@ -88,9 +130,12 @@ class StepLog(pl.Callback):
     def __init__(self) -> None:
         self._started = 0.0
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock."""
-        self._started = time.perf_counter()
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        """Start the clock with the first step, behind the evaluation that comes before it."""
+        if batch_idx == 0:
+            self._started = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -135,6 +180,20 @@ def save_checkpoint(trainer: pl.Trainer, path: Path) -> None:
     trainer.save_checkpoint(temporary)
     if trainer.is_global_zero:
         temporary.replace(path)
+
+
+def same_file(source: Path, path: Path) -> None:
+    """Let ``path`` be what ``source`` is now: a second name where the file system has links, else a copy.
+
+    ``source`` may be replaced later, as ``save_checkpoint`` does, without a change to ``path``.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    temporary.replace(path)
 
 
 def write_metrics_csv(path: Path, history: Sequence[Mapping[str, float]]) -> None:
