@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from refragkit.tracking.plots import plot_distillation, plot_training, running_mean, series
+from refragkit.tracking.plots import plot_conversion, plot_distillation, plot_training, running_mean, series
 
 ROWS = [
     {
@@ -72,3 +72,60 @@ def test_plot_distillation_draws_the_stages_that_ran(tmp_path: Path) -> None:
     one = plot_distillation({"match_loss": [0.3]}, tmp_path / "one.png")
     sizes = [struct.unpack(">II", path.read_bytes()[16:24]) for path in (both, one)]
     assert sizes[0][0] == 2 * sizes[1][0] and sizes[0][1] == sizes[1][1]
+
+
+def measures(factor: float) -> dict[str, float]:
+    values = {
+        "perplexity/wikitext2": 30.0,
+        "perplexity/chat": 6.5,
+        "recall": 0.86,
+        "induction_perplexity": 15.0,
+    }
+    values |= {f"perplexity_at/{n}": 20.0 for n in (512, 1024)}
+    values |= {f"state_bytes/{n}": 1e4 * n for n in (1024, 4096)}
+    values |= {f"tokens_per_second/{n}": 5.0 for n in (1024, 4096)}
+    return {name: value * factor for name, value in values.items()}
+
+
+def conversion_rows(models: dict[str, dict[str, float]]) -> list[dict[str, str | float]]:
+    from refragkit.models.convert.evaluate import compare
+
+    return compare(models)
+
+
+def test_plot_conversion_draws_what_was_measured(tmp_path: Path) -> None:
+    models = {"source": measures(1), "converted": measures(1.1)}
+    six = plot_conversion(conversion_rows(models), tmp_path / "plots" / "six.png", "Title")
+    few = {name: {k: v for k, v in found.items() if "/" not in k} for name, found in models.items()}
+    two = plot_conversion(conversion_rows(few), tmp_path / "two.png")
+    sizes = [struct.unpack(">II", path.read_bytes()[16:24]) for path in (six, two)]
+    assert 2 * sizes[0][0] == 3 * sizes[1][0] and sizes[0][1] > 1.7 * sizes[1][1]
+    same = plot_conversion(conversion_rows(models), tmp_path / "same.png", "Title")
+    assert same.read_bytes() == six.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plots", "same.png", "two.png"]
+
+
+def test_plot_conversion_shows_ratios_states_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on the figure, not how it looks."""
+    from matplotlib.figure import Figure
+
+    from refragkit.tracking import plots
+
+    drawn: list[Figure] = []
+    save = plots._save
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure) or save(figure, path))
+    models = {"source": measures(1), "calibrated": measures(1.3), "trained": measures(0.9)}
+    plot_conversion(conversion_rows(models), tmp_path / "a.png")
+    text, recalled, copied, position, state, speed = drawn[0].axes
+    assert [t.get_text() for t in text.get_yticklabels()] == ["wikitext2\n(30)", "chat\n(6.5)"]
+    widths = sorted(round(bar.get_x() + bar.get_width(), 6) for bar in text.patches)
+    assert widths == [0.9, 0.9, 1.3, 1.3]
+    assert [round(bar.get_height()) for bar in recalled.patches] == [86, 112, 77]
+    assert copied.get_yscale() == state.get_yscale() == "log" != position.get_yscale()
+    assert [line.get_ydata()[1] for line in state.lines] == pytest.approx([39.0625, 50.78125, 35.15625])
+    assert all(len(axes.lines) == 3 for axes in (position, state, speed))
+    assert [t.get_text() for t in drawn[0].legends[0].get_texts()] == list(models)
+    plot_conversion(conversion_rows({"source": measures(1)}), tmp_path / "b.png")
+    assert [bar.get_width() for bar in drawn[1].axes[0].patches] == [30, 6.5]

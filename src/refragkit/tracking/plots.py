@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # (title of the panel, metrics in it by label); a panel without data is left out.
@@ -187,13 +189,17 @@ def plot_sensitivity(rows: Sequence[Mapping[str, Any]], path: str | Path, title:
     return _save(figure, path)
 
 
-def plot_conversion(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
-    """Draws a model before and after a conversion: length, state and speed, into one PNG, written atomically.
+def plot_conversion(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> Path:
+    """Draws models before and after a conversion into one PNG, written atomically.
+
+    Text, copying and recall as bars; perplexity, state and speed by length as curves. What wasn't measured is left
+    out.
 
     Args:
-        rows: with ``measure`` (``perplexity_at/<tokens>``, ``state_bytes/<tokens>`` and
-            ``tokens_per_second/<tokens>`` are drawn) and a value per model; columns with ``/`` are passed over.
+        rows: of :func:`~refragkit.models.convert.evaluate.compare`: ``measure`` and a value per model, the source's
+            first; columns with `` / `` are passed over.
         path: of the PNG; its folder is made.
+        title: over the panels.
 
     Returns:
         The path.
@@ -201,34 +207,141 @@ def plot_conversion(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = (
-        ("Perplexity up to a position", "perplexity_at/", "tokens", 1.0),
-        ("State (MiB)", "state_bytes/", "tokens of context", 2.0**-20),
-        ("Decoding (tokens/s)", "tokens_per_second/", "tokens of context", 1.0),
-    )
-    drawn = [panel for panel in panels if any(str(row["measure"]).startswith(panel[1]) for row in rows)]
-    figure = Figure(figsize=(3.8 * len(drawn), 3.4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (heading, prefix, label, scale) in zip(
-        figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True
-    ):
-        points = [row for row in rows if str(row["measure"]).startswith(prefix)]
-        positions = [int(str(row["measure"]).removeprefix(prefix)) for row in points]
-        for name in (column for column in points[0] if column != "measure" and " / " not in column):
-            axes.plot(
-                range(len(points)),
-                [scale * float(row[name]) for row in points],
-                marker="o",
-                markersize=4,
-                label=name,
+    models = [column for column in rows[0] if column != "measure" and " / " not in column]
+    colors = dict(zip(models, ("0.45", *(f"C{i}" for i in range(len(models) - 1))), strict=True))
+    values = {str(row["measure"]): {model: float(row[model]) for model in models} for row in rows}
+
+    def group(prefix: str) -> dict[str, dict[str, float]]:
+        return {m.removeprefix(prefix): v for m, v in values.items() if m.startswith(prefix)}
+
+    panels: list[Callable[[Axes], None]] = []
+    texts = group("perplexity/")
+    if texts:
+        panels.append(lambda axes: _text_bars(axes, texts, colors))
+    if "recall" in values:
+        recalled = {model: 100 * value for model, value in values["recall"].items()}
+        panels.append(lambda axes: _bars(axes, recalled, colors, "Recall of 8 numbers (% right)", "{:.0f}"))
+    if "induction_perplexity" in values:
+        panels.append(
+            lambda axes: _bars(
+                axes,
+                values["induction_perplexity"],
+                colors,
+                "Perplexity of repeated random tokens",
+                "{:.3g}",
+                log=True,
             )
-        axes.set_xticks(range(len(points)), [f"{position:,}" for position in positions])
-        axes.set_ylim(bottom=0)
-        axes.set_title(heading, fontsize=10)
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
+        )
+    for heading, prefix, label, scale, log in (
+        ("Perplexity of the 512 tokens up to a position", "perplexity_at/", "tokens", 1.0, False),
+        ("State (MiB)", "state_bytes/", "tokens of context", 2.0**-20, True),
+        ("Decoding one row (tokens/s)", "tokens_per_second/", "tokens of context", 1.0, False),
+    ):
+        points = {int(position): v for position, v in group(prefix).items()}
+        if points:
+            panels.append(partial(_curves, points, colors, heading, label, scale, log))
+
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.5 * lines + 0.4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    places = figure.subplots(lines, columns, squeeze=False).flat
+    for axes, draw in zip(places, panels, strict=False):
+        draw(axes)
+    for axes in list(places)[len(panels) :]:
+        axes.remove()
+    handles = [_patch(color) for color in colors.values()]
+    figure.legend(handles, models, fontsize=9, loc="outside lower center", ncols=len(models))
+    if title:
+        figure.suptitle(title, fontsize=11)
     return _save(figure, path)
+
+
+def _text_bars(axes: Axes, texts: Mapping[str, Mapping[str, float]], colors: Mapping[str, str]) -> None:
+    """Perplexity over the first model's for each text; of a single model, the perplexity itself."""
+    from matplotlib.ticker import MaxNLocator
+
+    first, *others = colors
+    height = 0.8 / max(1, len(others))
+    labels = [f"{name}\n({v[first]:.3g})" if others else name for name, v in texts.items()]
+    for n, model in enumerate(others or [first]):
+        places = [i + (n - (len(others) - 1) / 2 if others else 0) * height for i in range(len(texts))]
+        widths = [v[model] / v[first] if others else v[model] for v in texts.values()]
+        start = 1 if others else 0
+        bars = axes.barh(places, [w - start for w in widths], height * 0.9, left=start, color=colors[model])
+        axes.bar_label(bars, [f"{w:.3f}" if others else f"{w:.3g}" for w in widths], fontsize=8, padding=2)
+    if others:
+        axes.axvline(1, color="black", linewidth=0.8)
+    axes.margins(x=0.18)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.set_axisbelow(True)
+    axes.set_yticks(range(len(texts)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_title(f"Perplexity over the {first}'s (in brackets)" if others else "Perplexity", fontsize=10)
+    axes.grid(axis="x", alpha=0.25)
+
+
+def _bars(
+    axes: Axes,
+    values: Mapping[str, float],
+    colors: Mapping[str, str],
+    heading: str,
+    form: str,
+    *,
+    log: bool = False,
+) -> None:
+    """One bar a model."""
+    bars = axes.bar(range(len(values)), list(values.values()), 0.7, color=[colors[m] for m in values])
+    axes.bar_label(bars, [form.format(v) for v in values.values()], fontsize=8, padding=2)
+    axes.set_xticks([])
+    axes.margins(x=0.3, y=0.12)
+    if log:
+        axes.set_ylim(1, 2 * max(*values.values(), 5))
+        _log_scale(axes)
+    else:
+        axes.set_ylim(0, 108)
+    axes.set_title(heading, fontsize=10)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", alpha=0.25)
+
+
+def _curves(
+    points: Mapping[int, Mapping[str, float]],
+    colors: Mapping[str, str],
+    heading: str,
+    label: str,
+    scale: float,
+    log: bool,
+    axes: Axes,
+) -> None:
+    """One curve a model over lengths, which stand at equal distances."""
+    for model, color in colors.items():
+        values = [scale * at[model] for at in points.values()]
+        axes.plot(range(len(points)), values, color=color, marker="o", markersize=4)
+    axes.set_xticks(range(len(points)), [f"{position:,}" for position in points])
+    if log:
+        _log_scale(axes)
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_title(heading, fontsize=10)
+    axes.set_xlabel(label)
+    axes.grid(alpha=0.25)
+
+
+def _log_scale(axes: Axes) -> None:
+    """Logarithmic upwards, with numbers as people write them."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _patch(color: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=color)
 
 
 def plot_distillation(curves: Mapping[str, Sequence[float]], path: str | Path) -> Path:

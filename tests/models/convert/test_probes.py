@@ -13,9 +13,9 @@ from torch.nn import functional
 from refragkit.data.tokenizer import Tokenizer
 from refragkit.models.base import ModelOutput, SequenceModel
 from refragkit.models.build import hybrid
-from refragkit.models.convert.evaluate import as_table, compare, evaluate_model, evaluation_steps
 from refragkit.models.convert.probes import (
     _NAMES,
+    COUNTED,
     PAIRS,
     decoding_tokens_per_second,
     induction_perplexity,
@@ -23,6 +23,8 @@ from refragkit.models.convert.probes import (
     perplexity,
     perplexity_by_position,
     recall,
+    second_copy,
+    token_losses,
 )
 
 VOCAB = 61
@@ -83,9 +85,10 @@ class Reader(torch.nn.Module):
         super().__init__()
         self.tokenizer = tokenizer
         self.known = known
-        self.head_weight = torch.zeros(1)
+        self.head_weight = torch.eye(tokenizer.vocab_size)
+        self.prompts = 0
 
-    def forward(self, ids: Tensor, attention_mask: Tensor) -> ModelOutput:
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, None]:
         logits = torch.zeros(*ids.shape, self.tokenizer.vocab_size)
         for i, (row, mask) in enumerate(zip(ids, attention_mask, strict=True)):
             lines = self.tokenizer.decode(row[mask == 1].tolist()).splitlines()
@@ -100,7 +103,8 @@ class Reader(torch.nn.Module):
                     logits[i, position - 1 + j, token] = 1
                 position += len(self.tokenizer.encode(f" {number}")) + len(self.tokenizer.encode("\n"))
                 seen[name] = number
-        return ModelOutput(logits, None)
+            self.prompts += COUNTED
+        return logits, None
 
 
 def test_recall_counts_right_answers() -> None:
@@ -108,27 +112,28 @@ def test_recall_counts_right_answers() -> None:
     reader: Any = Reader(tokenizer, set(_NAMES))
     assert recall(reader, tokenizer, contexts=13) == 1
     half: Any = Reader(tokenizer, set(_NAMES[::2]))
-    assert 0.35 < recall(half, tokenizer, contexts=50) < 0.65
+    assert 0.35 < recall(half, tokenizer) < 0.65
+    assert half.prompts == 200
     nothing: Any = Reader(tokenizer, set())
     assert recall(nothing, tokenizer, contexts=5) == 0
 
 
-def test_decoding_is_timed_at_any_context(model: SequenceModel) -> None:
-    assert decoding_tokens_per_second(model, 300, steps=2) > 0
+def test_the_induction_probe_is_the_second_half_of_all_losses(model: SequenceModel) -> None:
+    rows = induction_rows(VOCAB, [0], rows=5, length=16, seed=0)
+    losses = second_copy(token_losses(model, rows))
+    assert losses.shape == (5, 15)
+    assert induction_perplexity(model, rows) == pytest.approx(math.exp(losses.mean()), rel=1e-5)
 
 
-def test_all_measures_side_by_side() -> None:
-    tokenizer = Tokenizer.train(["Anna's number is 123.\nBen's number is 456."] * 3, 300)
-    model = hybrid(vocab_size=tokenizer.vocab_size, seed=2).eval()
-    texts = {"a": torch.randint(8, 200, (8, 512)), "b": torch.randint(8, 200, (1, 512))}
-    steps: list[None] = []
-    found = evaluate_model(model, tokenizer, texts, recall_contexts=3, advance=lambda: steps.append(None))
-    assert len(steps) == evaluation_steps(texts)
-    assert {k for k in found if k.startswith("perplexity_at")} == {
-        f"perplexity_at/{n}" for n in (512, 1024, 1536, 2048)
-    }
-    assert found["state_bytes/4096"] == model.state_bytes(1, 4096)
-    rows = compare({"x": found, "y": {key: 2 * value for key, value in found.items()}})
-    assert [row["measure"] for row in rows] == list(found)
-    assert rows[0]["y / x"] == 2 and list(rows[0]) == ["measure", "x", "y", "y / x"]
-    assert as_table(rows, "t").row_count == len(rows)
+def test_decoding_is_timed_at_any_context(model: SequenceModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    forward = model.forward
+
+    def heard(ids: Tensor, **options: Any) -> ModelOutput:
+        output = forward(ids, **options)
+        read.append(int(output.state.lengths[0]) if output.state is not None else -1)
+        return output
+
+    monkeypatch.setattr(model, "forward", heard)
+    assert decoding_tokens_per_second(model, 300, steps=3) > 0
+    assert read == [1, 301, 302, 303, 304]

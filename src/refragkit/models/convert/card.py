@@ -6,14 +6,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from refragkit.models.config import BLOCK_KINDS
 from refragkit.models.convert.calibrate import CalibrationReport
-from refragkit.models.convert.evaluate import Row, shown
+from refragkit.models.convert.evaluate import Row, Sample, shown
 from refragkit.models.gguf import CONVERSION_FILE
 from refragkit.models.pretrained import SMOLLM2
 
@@ -37,6 +37,10 @@ class Recipe:
         seed: of the run.
         command: that made it.
         trained: a sentence about training after the conversion.
+        sources: files and folders of all text that was fitted to or trained on, as the user named them.
+        evaluation: what was measured on beside the held-out text: a file or folder by name of the set.
+        measured_in: the type of the weights while measuring, such as bfloat16; empty if they were as they are here.
+        rest: what everything but the new mixers is.
     """
 
     source: str
@@ -50,10 +54,18 @@ class Recipe:
     seed: int
     command: str
     trained: str = "none"
+    sources: Sequence[str] = ()
+    evaluation: Mapping[str, str] = field(default_factory=dict)
+    measured_in: str = ""
+    rest: str = "the source's, bit for bit"
 
 
 def write_card(
-    folder: Path, recipe: Recipe, reports: Sequence[CalibrationReport], rows: Sequence[Row]
+    folder: Path,
+    recipe: Recipe,
+    reports: Sequence[CalibrationReport],
+    rows: Sequence[Row],
+    samples: Mapping[str, Sequence[Sample]] | None = None,
 ) -> Path:
     """Write the card beside the weights, whole or not at all.
 
@@ -62,6 +74,7 @@ def write_card(
         recipe: how it was made.
         reports: of the calibration.
         rows: of :func:`~refragkit.models.convert.evaluate.compare`; empty if nothing was measured.
+        samples: of :func:`~refragkit.models.convert.evaluate.greedy_samples` by model, on the same prompts.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     lines = [
@@ -82,9 +95,10 @@ def write_card(
             else f" on {recipe.calibration_tokens:,} tokens of {recipe.text}"
         ),
         f"- training after that: {recipe.trained}",
+        *_sources(recipe),
         f"- seed: {recipe.seed}",
         f"- command: `{recipe.command}`",
-        "- everything else (embedding, norms, MLPs, other blocks) is the source's, bit for bit",
+        f"- everything else (embedding, norms, MLPs, other blocks) is {recipe.rest}",
         "",
         "## Checksums (sha256)",
         "",
@@ -102,16 +116,44 @@ def write_card(
     lines += [f"| {r.layer} | {shown(r.copied)} | {shown(r.fitted)} |" for r in reports]
     if rows:
         columns = list(rows[0])
-        lines += ["", "## Measures", "", "On text that nothing was fitted to.", ""]
+        measured = f" Weights in {recipe.measured_in}." if recipe.measured_in else ""
+        lines += ["", "## Measures", "", f"On text that nothing was fitted to.{measured}", ""]
+        for name, source in recipe.evaluation.items():
+            lines.append(f"- {name}: the start of {source}")
+        if recipe.evaluation:
+            lines.append("")
         lines += ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
         for row in rows:
             values = [shown(v, ratio=" / " in k) for k, v in row.items() if k != "measure"]
             lines.append("| " + " | ".join([str(row["measure"]), *values]) + " |")
+    if samples:
+        lines += ["", "## Samples", "", "Always the likeliest token.", *_sampled(samples)]
     path = folder / CARD
     temporary = folder / f".{CARD}.{os.getpid()}.tmp"
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
     temporary.replace(path)
     return path
+
+
+def _sources(recipe: Recipe) -> list[str]:
+    if not recipe.sources:
+        return []
+    return ["- sources of text, mixed, a tenth of them held out:", *(f"  - {s}" for s in recipe.sources)]
+
+
+def _sampled(samples: Mapping[str, Sequence[Sample]]) -> list[str]:
+    """Each prompt with what the models wrote, indented as Markdown's verbatim text."""
+    lines = []
+    for row in zip(*samples.values(), strict=True):
+        lines += ["", f"**{' '.join(row[0].prompt.split())}**"]
+        for name, sample in zip(samples, row, strict=True):
+            lines += [
+                "",
+                f"{name}:",
+                "",
+                *(f"    {line}" for line in sample.text.splitlines() or ["(nothing)"]),
+            ]
+    return lines
 
 
 def licence(recipe: Recipe) -> str:
@@ -145,6 +187,10 @@ def _checksums(folder: Path, recipe: Recipe) -> dict[str, str]:
         if "source_sha256" in made_of:
             digests[f"source {made_of.get('source')}"] = str(made_of["source_sha256"])
     digests["calibration token ids"] = recipe.text_sha256
+    for source in (*recipe.sources, *recipe.evaluation.values()):
+        file = Path(source).expanduser()
+        if file.is_file():
+            digests[f"text {source}"] = _sha256(file)
     for name in ("model.safetensors", "tokenizer.json"):
         if (folder / name).is_file():
             digests[name] = _sha256(folder / name)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from refragkit.data.conversation import conversation_from_hops, render_prompt
+from refragkit.generation.engine import GenerationConfig, generate
 from refragkit.models.base import SequenceModel
 from refragkit.models.convert.probes import (
     decoding_tokens_per_second,
@@ -17,6 +23,7 @@ from refragkit.models.convert.probes import (
     perplexity_by_position,
     recall,
 )
+from refragkit.models.convert.text import speaks_chat
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,6 +40,38 @@ Measures = dict[str, float]
 Row = dict[str, str | float]
 
 
+RECALL_CONTEXTS = 50
+"""Four recall prompts each."""
+CHAT_PROMPTS = (
+    "What is the capital of France?",
+    "Name three animals that can fly.",
+    "What is 7 plus 5?",
+    "Write one sentence about the sea.",
+    "Anna is taller than Ben. Ben is taller than Carl. Who is the tallest?",
+)
+PLAIN_PROMPTS = (
+    "The capital of France is",
+    "Three animals that can fly are",
+    "Seven plus five equals",
+    "The sea is",
+    "Anna is taller than Ben. Ben is taller than Carl. The tallest of them is",
+)
+SAMPLE_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model wrote.
+
+    Attributes:
+        prompt: what it was asked.
+        text: its answer, or how it went on.
+    """
+
+    prompt: str
+    text: str
+
+
 @torch.no_grad()
 def evaluate_model(
     model: SequenceModel,
@@ -40,26 +79,32 @@ def evaluate_model(
     texts: Mapping[str, Tensor],
     *,
     seed: int = 0,
-    recall_contexts: int = 50,
+    recall_contexts: int = RECALL_CONTEXTS,
+    dtype: torch.dtype | None = None,
+    contexts: Sequence[int] = CONTEXTS,
     advance: Callable[[], None] = lambda: None,
 ) -> Measures:
     """Measure one model.
 
     Args:
-        model: in evaluation mode; on its own device.
+        model: in evaluation mode; on its own device. It stays as it is.
         tokenizer: its own.
-        texts: held-out text by name, int64 ``[n, 512]``; rows follow one another, so that four of the first make a
-            long window.
+        texts: text that nothing was fitted to by name, int64 ``[n, 512]``; rows of the first follow one another, so
+            that four of them make a long window.
         seed: of the probes' random tokens.
         recall_contexts: four recall prompts each.
+        dtype: what a copy of the weights is cast to and measured in; None measures the model as it is. bfloat16 is
+            nearly twice as fast on a CPU that has it.
+        contexts: where state and speed of decoding are measured, in tokens; none for neither.
         advance: called :func:`evaluation_steps` times.
 
     Returns:
         ``perplexity/<name>``; ``induction_perplexity`` (second copy of 128 random tokens); ``recall`` (share of right
         numbers, 8 names); ``perplexity_at/<tokens>`` (of the first text read 2,048 tokens at a time, the 512 up to
         there; absent where the text is shorter); ``state_bytes/<tokens>`` and ``tokens_per_second/<tokens>`` (decoding
-        one row) at 1k, 4k and 16k.
+        one row) for each context.
     """
+    model = in_type(model, dtype)
     device = model.head_weight.device
     measures: Measures = {}
     for name, rows in texts.items():
@@ -79,11 +124,65 @@ def evaluate_model(
         for part, value in enumerate(perplexity_by_position(model, rows, LENGTHS), 1):
             measures[f"perplexity_at/{part * rows.shape[1] // LENGTHS}"] = value
     advance()
-    for context in CONTEXTS:
+    for context in contexts:
         measures[f"state_bytes/{context}"] = float(model.state_bytes(1, context))
         measures[f"tokens_per_second/{context}"] = decoding_tokens_per_second(model, context)
     advance()
     return measures
+
+
+def greedy_samples(
+    model: SequenceModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str] | None = None,
+    *,
+    max_new_tokens: int = SAMPLE_TOKENS,
+    dtype: torch.dtype | None = None,
+) -> list[Sample]:
+    """What the model writes when it always takes the likeliest token.
+
+    Args:
+        model: on its own device. It stays as it is.
+        tokenizer: its own.
+        prompts: None for five short ones.
+        max_new_tokens: of each answer at most.
+        dtype: as in :func:`evaluate_model`.
+
+    Returns:
+        A sample per prompt: an answer in a conversation, or where the model has met none
+        (:func:`~refragkit.models.convert.text.speaks_chat`) plain text that goes on.
+    """
+    chat = speaks_chat(tokenizer)
+    if prompts is None:
+        prompts = CHAT_PROMPTS if chat else PLAIN_PROMPTS
+    ids = [
+        render_prompt(conversation_from_hops(prompt), tokenizer, sys.maxsize, max_new_tokens)
+        if chat
+        else tokenizer.encode(prompt)
+        for prompt in prompts
+    ]
+    config = GenerationConfig(max_new_tokens, stop_ids=(tokenizer.end_id,))
+    completions = generate(in_type(model, dtype), ids, config, pad_id=tokenizer.pad_id)
+    return [
+        Sample(prompt, tokenizer.decode(completion.content_ids).strip())
+        for prompt, (completion,) in zip(prompts, completions, strict=True)
+    ]
+
+
+def in_type(model: SequenceModel, dtype: torch.dtype | None) -> SequenceModel:
+    """A copy of the model with its floating-point weights in ``dtype``, or the model itself if they are already."""
+    weights = list(itertools.chain(model.parameters(), model.buffers()))
+    if dtype is None or all(w.dtype == dtype for w in weights if w.is_floating_point()):
+        return model
+    # Cast on the way, so that the copy is never held in the wider type; one that is shared stays shared
+    cast = {
+        id(w): nn.Parameter(w.detach().to(dtype), requires_grad=False)
+        if isinstance(w, nn.Parameter)
+        else w.to(dtype)
+        for w in weights
+        if w.is_floating_point()
+    }
+    return copy.deepcopy(model, cast)
 
 
 def evaluation_steps(texts: Mapping[str, Tensor]) -> int:
@@ -127,3 +226,18 @@ def shown(value: str | float, ratio: bool = False) -> str:
     if ratio or abs(number) < 10:
         return f"{number:.3f}"
     return f"{number:,.0f}" if number >= 1000 else f"{number:.1f}"
+
+
+def samples_table(samples: Mapping[str, Sequence[Sample]], title: str) -> Table:
+    """What each model wrote on the same prompts, for the screen."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_lines=True)
+    table.add_column("prompt", ratio=1)
+    for name in samples:
+        table.add_column(name, ratio=2)
+    for row in zip(*samples.values(), strict=True):
+        table.add_row(Text(row[0].prompt), *(Text(sample.text) for sample in row))
+    return table

@@ -8,12 +8,14 @@ ordinary text almost as well.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from refragkit.models.base import SequenceModel
 from refragkit.models.state import BlockState, KVCache, ModelState
@@ -26,6 +28,7 @@ _NAMES: tuple[str, ...] = ("Anna", "Ben", "Carl", "Dana", "Eric", "Fay", "George
 _NAMES += ("Kevin", "Laura", "Mark", "Nina", "Oscar", "Paul", "Rosa", "Sam", "Tina", "Victor")
 PAIRS, COUNTED = 8, 4
 """Names with a number each in one recall context, and how many of them are asked for."""
+_NOISE_TOKENS = 256
 
 
 @torch.no_grad()
@@ -41,7 +44,7 @@ def losses_of(model: SequenceModel, hidden: Tensor, input_ids: Tensor) -> Tensor
     return flat.view(input_ids.shape[0], -1)
 
 
-def perplexity(model: SequenceModel, rows: Tensor, batch: int = 2) -> float:
+def perplexity(model: SequenceModel, rows: Tensor, batch: int = 4) -> float:
     """Exponential of the mean loss over windows int64 ``[n, T]``, each read on its own."""
     losses = torch.cat([token_losses(model, part) for part in torch.split(rows, batch)])
     return math.exp(float(losses.double().mean()))
@@ -62,10 +65,17 @@ def second_copy(losses: Tensor) -> Tensor:
     return losses[:, (losses.shape[1] + 1) // 2 :]
 
 
-def induction_perplexity(model: SequenceModel, rows: Tensor, batch: int = 4) -> float:
+@torch.no_grad()
+def induction_perplexity(model: SequenceModel, rows: Tensor, batch: int = 8) -> float:
     """Perplexity of the second copy: 1 for a model that copies, the vocabulary's size for one that can't."""
-    losses = torch.cat([second_copy(token_losses(model, part)) for part in torch.split(rows, batch)])
-    return math.exp(float(losses.double().mean()))
+    half = rows.shape[1] // 2
+    losses = []
+    for part in torch.split(rows, batch):
+        hidden, _ = model.hidden_states(part)
+        losses.append(
+            losses_of(model, hidden[:, half:], part[:, half:])
+        )  # as second_copy, without the first's logits
+    return math.exp(float(torch.cat(losses).double().mean()))
 
 
 @torch.no_grad()
@@ -101,9 +111,13 @@ def recall(model: SequenceModel, tokenizer: Tokenizer, contexts: int = 50, seed:
                 ids += answer + tokenizer.encode("\n")
             rows.append(ids)
         padded, mask = _padded(rows)
-        guesses = model(padded.to(device), attention_mask=mask.to(device)).logits.argmax(-1).cpu()
-        for row, start, answer in answers:
-            right += guesses[row, start - 1 : start - 1 + len(answer)].tolist() == answer
+        hidden, _ = model.hidden_states(padded.to(device), attention_mask=mask.to(device))
+        places = [(row, start - 1 + i) for row, start, answer in answers for i in range(len(answer))]
+        at_rows, at_columns = torch.tensor(places, device=device).unbind(1)
+        guesses = functional.linear(hidden[at_rows, at_columns], model.head_weight).argmax(-1).tolist()
+        for _, _, answer in answers:
+            right += guesses[: len(answer)] == answer
+            del guesses[: len(answer)]
     return right / (contexts * COUNTED)
 
 
@@ -121,10 +135,10 @@ def perplexity_by_position(model: SequenceModel, rows: Tensor, parts: int = 4) -
 
 
 @torch.no_grad()
-def decoding_tokens_per_second(model: SequenceModel, context: int, steps: int = 16, seed: int = 0) -> float:
-    """Speed of decoding one row token by token behind ``context`` tokens.
+def decoding_tokens_per_second(model: SequenceModel, context: int, steps: int = 9, seed: int = 0) -> float:
+    """Speed of decoding one row token by token behind ``context`` tokens: of the median step.
 
-    The state is of that length and its content is noise, which changes nothing about the time.
+    The state is of that length and its content is noise, repeated, which changes nothing about the time.
     """
     weight = model.head_weight
     generator = torch.Generator().manual_seed(seed)
@@ -132,18 +146,29 @@ def decoding_tokens_per_second(model: SequenceModel, context: int, steps: int = 
     read = model(first, return_state=True).state
     lengths = torch.full_like(read.lengths, context)
 
-    def noise(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator).to(weight)
+    def noise(heads: int, width: int) -> Tensor:
+        drawn = torch.randn((1, heads, min(context, _NOISE_TOKENS), width), generator=generator).to(weight)
+        return drawn.repeat(1, 1, -(-context // drawn.shape[2]), 1)[:, :, :context]
 
     blocks: list[BlockState] = []
     for block in read:
         if isinstance(block, KVCache):
-            shape = (1, block.keys.shape[1], context, block.keys.shape[3])
-            block = KVCache(noise(shape), noise(shape), lengths)
+            heads, width = block.keys.shape[1], block.keys.shape[3]
+            block = KVCache(noise(heads, width), noise(heads, width), lengths)
         blocks.append(block)
     state = ModelState(tuple(blocks), lengths)
     state = model(first, state=state, return_state=True).state  # room to grow is made here
-    started = time.perf_counter()
+    seconds = []
     for _ in range(steps):
+        _wait(weight.device)
+        started = time.perf_counter()
         state = model(first, state=state.overwritable(), return_state=True).state
-    return steps / (time.perf_counter() - started)
+        _wait(weight.device)
+        seconds.append(time.perf_counter() - started)
+    return 1 / statistics.median(seconds)
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device has done what it was told."""
+    if device.type in ("cuda", "mps"):
+        torch.accelerator.synchronize(device)
