@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,35 @@ def test_another_precision_is_measured_in_a_copy(chat_tokenizer: Tokenizer) -> N
     assert low["state_bytes/64"] < plain["state_bytes/64"]
     for name, value in model.state_dict().items():
         assert value.dtype == torch.float32 and torch.equal(value, before[name])
+
+
+def test_kept_measures_are_those_of_the_same_model_and_texts_only(
+    chat_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model, sets = model_for(chat_tokenizer), {"a": texts(chat_tokenizer)["a"][:2]}
+    steps: list[None] = []
+
+    def measured(sets: dict[str, Tensor], **more: Any) -> dict[str, float]:
+        steps.clear()
+        options: dict[str, Any] = {"recall_contexts": 1, "contexts": (), "cache_dir": tmp_path, **more}
+        found = evaluate_model(model, chat_tokenizer, sets, **options, advance=lambda: steps.append(None))
+        assert len(steps) == evaluation_steps(sets)
+        return found
+
+    first = measured(sets)
+    (file,) = (tmp_path / "measures").iterdir()
+    file.write_text(file.read_text().replace('"recall"', '"kept"'))
+    assert "kept" in measured(sets) and "state_bytes/64" in measured(sets, contexts=(64,))
+    assert measured({"b": sets["a"]}).keys() == {"perplexity/b", "induction_perplexity", "recall"}
+    for other in ({"seed": 1}, {"dtype": torch.bfloat16}, {"recall_contexts": 2}, {"cache_dir": None}):
+        assert "kept" not in measured(sets, **other)
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[0] += 1
+    assert "kept" not in measured(sets)
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[0] -= 1
+    file.write_text(file.read_text()[:-20])  # damaged
+    assert measured(sets) == pytest.approx(first) and file.read_text().endswith("}\n")
 
 
 def test_in_type_casts_each_weight_once_and_keeps_what_is_shared(chat_tokenizer: Tokenizer) -> None:

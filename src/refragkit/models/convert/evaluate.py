@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +27,7 @@ from refragkit.models.convert.probes import (
     perplexity_by_position,
     recall,
 )
-from refragkit.models.convert.text import speaks_chat
+from refragkit.models.convert.text import fingerprint, speaks_chat
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,6 +39,8 @@ LENGTHS = 4
 """Length extrapolation reads windows of so many times 512."""
 CONTEXTS = (1024, 4096, 16384)
 INDUCTION_ROWS, INDUCTION_LENGTH = 16, 128
+
+_FORMAT = 1
 
 Measures = dict[str, float]
 Row = dict[str, str | float]
@@ -82,6 +88,7 @@ def evaluate_model(
     recall_contexts: int = RECALL_CONTEXTS,
     dtype: torch.dtype | None = None,
     contexts: Sequence[int] = CONTEXTS,
+    cache_dir: Path | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Measures:
     """Measure one model.
@@ -96,6 +103,8 @@ def evaluate_model(
         dtype: what a copy of the weights is cast to and measured in; None measures the model as it is. bfloat16 is
             nearly twice as fast on a CPU that has it.
         contexts: where state and speed of decoding are measured, in tokens; none for neither.
+        cache_dir: where everything but state and speed is kept under a hash of all that it depends on, and read again;
+            for a model that is measured often, such as the source of many conversions. None measures anew.
         advance: called :func:`evaluation_steps` times.
 
     Returns:
@@ -105,6 +114,34 @@ def evaluate_model(
         one row) for each context.
     """
     model = in_type(model, dtype)
+    file = None
+    if cache_dir is not None:
+        key = _quality_key(model, tokenizer, texts, seed, recall_contexts)
+        file = cache_dir / "measures" / f"{key[:32]}.json"
+    measures = None if file is None else _read_measures(file)
+    if measures is None:
+        measures = _quality(model, tokenizer, texts, seed, recall_contexts, advance)
+        if file is not None:
+            _write_measures(measures, file)
+    else:
+        for _ in range(evaluation_steps(texts) - 1):
+            advance()
+    for context in contexts:
+        measures[f"state_bytes/{context}"] = float(model.state_bytes(1, context))
+        measures[f"tokens_per_second/{context}"] = decoding_tokens_per_second(model, context)
+    advance()
+    return measures
+
+
+def _quality(
+    model: SequenceModel,
+    tokenizer: Tokenizer,
+    texts: Mapping[str, Tensor],
+    seed: int,
+    recall_contexts: int,
+    advance: Callable[[], None],
+) -> Measures:
+    """What does not depend on the machine, but for rounding."""
     device = model.head_weight.device
     measures: Measures = {}
     for name, rows in texts.items():
@@ -124,11 +161,42 @@ def evaluate_model(
         for part, value in enumerate(perplexity_by_position(model, rows, LENGTHS), 1):
             measures[f"perplexity_at/{part * rows.shape[1] // LENGTHS}"] = value
     advance()
-    for context in contexts:
-        measures[f"state_bytes/{context}"] = float(model.state_bytes(1, context))
-        measures[f"tokens_per_second/{context}"] = decoding_tokens_per_second(model, context)
-    advance()
     return measures
+
+
+def _quality_key(
+    model: SequenceModel, tokenizer: Tokenizer, texts: Mapping[str, Tensor], seed: int, recall_contexts: int
+) -> str:
+    """sha256 of everything that :func:`_quality` depends on, the order and names of the texts included."""
+    digest = hashlib.sha256(f"{_FORMAT} {seed} {recall_contexts} {model.head_weight.device.type}".encode())
+    digest.update(json.dumps(model.config.to_dict(), sort_keys=True).encode())
+    digest.update(tokenizer.fingerprint.encode())
+    for name, rows in texts.items():
+        digest.update(f"{name!r} {fingerprint(rows)}".encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _write_measures(measures: Measures, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary.write_text(
+        json.dumps({"format": _FORMAT, "measures": measures}, indent=1) + "\n", encoding="utf-8"
+    )
+    temporary.replace(file)
+
+
+def _read_measures(file: Path) -> Measures | None:
+    """What :func:`_write_measures` wrote; None if there is nothing or it is damaged."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if values["format"] != _FORMAT:
+            return None
+        return {str(name): float(value) for name, value in values["measures"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def greedy_samples(
