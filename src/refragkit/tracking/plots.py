@@ -220,7 +220,7 @@ def plot_conversion(rows: Sequence[Mapping[str, Any]], path: str | Path, title: 
         panels.append(lambda axes: _text_bars(axes, texts, colors))
     if "recall" in values:
         recalled = {model: 100 * value for model, value in values["recall"].items()}
-        panels.append(lambda axes: _bars(axes, recalled, colors, "Recall of 8 numbers (% right)", "{:.0f}"))
+        panels.append(lambda axes: _bars(axes, recalled, colors, "Recall of 8 numbers (% right)", "{:.3g}"))
     if "induction_perplexity" in values:
         panels.append(
             lambda axes: _bars(
