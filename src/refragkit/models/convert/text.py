@@ -390,5 +390,5 @@ def fingerprint(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(repr(tuple(tensor.shape)).encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
