@@ -191,10 +191,10 @@ def test_conversations_that_cannot_be_used_are_named_or_counted(
 
 
 def test_a_template_that_refuses_turns_names_file_and_conversation(
-    tmp_path: Path, pretrained_tokenizer: Callable[[str | None], Tokenizer], chatml: str
+    tmp_path: Path, pretrained_folder: Callable[..., Path], chatml: str
 ) -> None:
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    tokenizer = pretrained_tokenizer(strict + chatml)
+    tokenizer = Tokenizer.load(pretrained_folder(strict + chatml))
     messages = [{"role": "system", "content": "Be short."}, *turns("Who?", "Ada")]
     file = write_chat(tmp_path / "c.jsonl", [{"id": "a", "messages": messages}])
     with pytest.raises(DataError, match=r"c\.jsonl: conversation 'a': .*refuses turns .*no system"):
