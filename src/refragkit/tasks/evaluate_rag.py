@@ -52,6 +52,7 @@ class Settings:
         shuffle_documents: whether a question's documents come in a random order.
         system: a system turn in front; none if empty.
         instruction: a user turn behind the documents; none if empty.
+        examples: how many training questions stand in front with their answers, without documents.
         batch_tokens: tokens of a batch of questions, prompts, answers and padding together.
         timed_questions: how many are asked alone to time the first token.
         bootstrap_samples: resamples behind each interval.
@@ -64,6 +65,7 @@ class Settings:
     shuffle_documents: bool = False
     system: str = ""
     instruction: str = ""
+    examples: int = 0
     batch_tokens: int = 16384
     timed_questions: int = 4
     bootstrap_samples: int = 2000
@@ -90,7 +92,7 @@ def check_settings(values: Mapping[str, Any]) -> Settings:
         raise ConfigError("\n".join(problems))
     settings = Settings(**{str(key): value for key, value in values.items()})
     least_values = {"max_new_tokens": 1, "max_seq_len": 2, "max_document_tokens": 1, "batch_tokens": 1}
-    least_values |= {"timed_questions": 0, "bootstrap_samples": 1}
+    least_values |= {"examples": 0, "timed_questions": 0, "bootstrap_samples": 1}
     for key, least in least_values.items():
         value = getattr(settings, key)
         if value is not None and value < least:
@@ -147,6 +149,7 @@ def evaluate_rag(
     settings: Settings,
     *,
     seed: int = 0,
+    examples: Sequence[Question] = (),
     precision: AbstractContextManager[Any] | None = None,
 ) -> RagEvaluation:
     """Retrieve for all questions in batches, answer them greedily in batches, and measure.
@@ -159,6 +162,7 @@ def evaluate_rag(
         reward: scores the answers.
         settings: how to ask.
         seed: of shuffled documents and of the intervals.
+        examples: questions that stand in front of each prompt with their answers, see `build_prompt`.
         precision: what the model computes under, such as autocast.
 
     Raises:
@@ -177,7 +181,7 @@ def evaluate_rag(
     # The prompt with the documents of the first n hops, for n = 0 .. last; the last one is what is asked.
     prompts = [
         [
-            build_prompt(question, trail[:n], tokenizer, settings, seed)
+            build_prompt(question, trail[:n], tokenizer, settings, seed, examples)
             for n in range(min(1, len(trail)), len(trail) + 1)
         ]
         for question, trail in zip(questions, hops, strict=True)
@@ -249,7 +253,12 @@ def evaluate_rag(
 
 
 def build_prompt(
-    question: Question, hops: Sequence[Hop], tokenizer: Tokenizer, settings: Settings, seed: int = 0
+    question: Question,
+    hops: Sequence[Hop],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    seed: int = 0,
+    examples: Sequence[Question] = (),
 ) -> Rendered:
     """The prompt of a question with what was retrieved for it; with the default settings that of training.
 
@@ -259,20 +268,23 @@ def build_prompt(
         tokenizer: renders it.
         settings: see `Settings`.
         seed: of the order of documents, with the question's id.
+        examples: the first ``settings.examples`` of these stand in front, each as a turn of the user and the gold
+            answer; never the question itself.
 
     Returns:
         Token ids up to where the answer begins; none, and ``dropped``, where the question alone is too long.
     """
     if settings.shuffle_documents:
         hops = shuffled(hops, derive_seed(seed, "documents", question.id))
-    conversation = conversation_from_hops(
-        question.question, hops, system=settings.system, order=settings.order, conversation_id=question.id
-    )
+    asked = conversation_from_hops(question.question, hops, order=settings.order)
+    messages = [Message("system", settings.system)] if settings.system else []
+    for example in [e for e in examples if e.id != question.id][: settings.examples]:
+        messages += [Message("user", example.question), Message("assistant", example.answers[0])]
+    messages += asked.messages
     if settings.instruction:
-        behind = Message("user", settings.instruction)
-        conversation = Conversation(conversation.id, (*conversation.messages, behind))
+        messages.append(Message("user", settings.instruction))
     return prepare_prompt(
-        conversation,
+        Conversation(question.id, tuple(messages)),
         tokenizer,
         settings.max_seq_len,
         settings.max_new_tokens,
@@ -520,6 +532,7 @@ def run_rag(run: Run, split: str, rag: Mapping[str, Any], adapter_path: str | No
         reward,
         settings,
         seed=run.seed,
+        examples=_examples(run, settings.examples),
         precision=_precision(run.hardware),
     )
     rows, records = evaluation.rows, evaluation.records
@@ -558,6 +571,20 @@ def _questions(run: Run, split: str) -> list[Question]:
         )
     run.tracking.log_dataset(f"{name}-{split}", "evaluation", data.fingerprint, source, len(questions))
     return questions
+
+
+def _examples(run: Run, n: int) -> list[Question]:
+    """One more than n training questions, since a question is no example of itself; the same ones in every run."""
+    from refragkit.data.split import subset_positions
+
+    if not n:
+        return []
+    train = [q for q in run.data.train if isinstance(q, Question)]
+    if n >= len(train):
+        raise ConfigError(
+            f"rag.examples={n}: expected fewer than the {len(train)} training questions of data.path"
+        )
+    return [train[i] for i in subset_positions([q.id for q in train], n + 1)]
 
 
 def describe(run: Run, retriever: MultiHopRetriever | None, adapter_path: str | None) -> Row:
