@@ -100,8 +100,8 @@ def evaluate_model(
             that four of them make a long window.
         seed: of the probes' random tokens.
         recall_contexts: four recall prompts each.
-        dtype: what a copy of the weights is cast to and measured in; None measures the model as it is. bfloat16 is
-            nearly twice as fast on a CPU that has it.
+        dtype: what a copy of the weights is cast to and measured in; None measures the model as it is. bfloat16 takes
+            about two thirds of the time on a CPU that has it, and its memory beside the model's.
         contexts: where state and speed of decoding are measured, in tokens; none for neither.
         cache_dir: where everything but state and speed is kept under a hash of all that it depends on, and read again;
             for a model that is measured often, such as the source of many conversions. None measures anew.
