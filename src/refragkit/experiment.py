@@ -301,7 +301,9 @@ def _run_name(cfg: DictConfig, folder: Path) -> str:
     parts = [choices.method, choices.model, choices.retriever]
     if choices.task == "evaluate":  # what was evaluated, and not a method or a model that had no part in it
         hops = cfg.retriever.get("max_hops")
-        parts = ["evaluate", cfg.evaluate, choices.retriever, *([] if hops is None else [f"{hops}-hop"])]
+        model = [choices.model] if cfg.evaluate == "rag" else []
+        searches = [] if hops is None else [f"{hops}-hop"]
+        parts = ["evaluate", cfg.evaluate, *model, choices.retriever, *searches]
     return f"{'-'.join(map(str, parts))} {folder.name}"
 
 
