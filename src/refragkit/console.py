@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,16 @@ def write_text(text: str) -> None:
     """Write text of a model to standard output at once; control characters are made harmless for a terminal."""
     sys.stdout.write(text.translate(_CONTROL) if is_terminal() else text)
     sys.stdout.flush()
+
+
+@contextmanager
+def progress_bar(what: str, steps: int) -> Iterator[Callable[[], None]]:
+    """A bar where a person watches, gone when the block ends; yields what moves it on by a step."""
+    from rich.progress import Progress
+
+    if not is_terminal():
+        yield lambda: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(what, total=steps)
+        yield lambda: progress.advance(task)

@@ -125,13 +125,14 @@ class Run:
                 embeddings.
             any_kind: take a pretrained model whatever option of the model group it is.
         """
-        from refragkit.models.build import build_model
+        from refragkit.models.build import build_model, start_of
         from refragkit.models.vocabulary import embed_added_tokens
 
         cfg: dict[str, Any] = {str(key): value for key, value in self.cfg.model.items()}
-        if any_kind and cfg["init"] is not None:
+        start = start_of(cfg)
+        if any_kind and start is not None:
             cfg |= {"init": None, "path": self.model_path}
-        added = self.cfg.model.init is not None and tokenizer is not None and tokenizer.added_ids
+        added = start is not None and tokenizer is not None and tokenizer.added_ids
         vocab_size = None if tokenizer is None or added else tokenizer.vocab_size
         model = build_model(cfg, vocab_size=vocab_size, seed=self.seed, cache_dir=self.cache_dir)
         if tokenizer is not None and added:

@@ -400,6 +400,7 @@ def test_tracking(run_folder: Path, data: Path, tmp_path: Path) -> None:
     assert summary.status == "finished", summary.error
     client = MlflowClient(tracking_uri=f"sqlite:///{outputs / 'mlflow.db'}")
     run = client.get_run(str(summary.mlflow_run_id))
+    assert run.info.run_name == "evaluate-rag-hybrid-gold run"
     assert run.data.metrics["rag/support_recall"] == 1.0
     assert run.data.params["rag.max_new_tokens"] == "6"
     files = {f.path for f in client.list_artifacts(run.info.run_id)}

@@ -168,3 +168,60 @@ class Refrag(Recipe):
         from refragkit.methods.refrag import RefragModule
 
         return RefragModule(self, components)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill:
+    """Settings of distill, which trains on text and not on examples.
+
+    Attributes:
+        align_tokens: of stage 1, alignment of each new mixer; 0 for none.
+        align_matrix_lr: peak rate of the mixers' matrices in stage 1.
+        align_other_lr: of their other parameters.
+        match_tokens: of stage 2, matching the source's logits; 0 for none.
+        match_matrix_lr: peak rate of the mixers' matrices in stage 2.
+        match_other_lr: of their other parameters.
+        rest: what stage 2 trains beside the mixers.
+        rest_lr: its peak rate.
+        lora_rank: of ``rest: lora``.
+        cache_gib: the most room that the source's activations may take.
+        keep_cache: whether they stay when the run has finished.
+        log_every: steps between log lines.
+    """
+
+    align_tokens: int
+    align_matrix_lr: float
+    align_other_lr: float
+    match_tokens: int
+    match_matrix_lr: float
+    match_other_lr: float
+    rest: Literal["frozen", "lora", "full"]
+    rest_lr: float
+    lora_rank: int
+    cache_gib: int
+    keep_cache: bool
+    log_every: int
+
+    def __post_init__(self) -> None:
+        for name in ("align_tokens", "match_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"method.{name}: expected 0 or more, got {getattr(self, name)}")
+        if not self.align_tokens + self.match_tokens:
+            raise ConfigError(
+                "method.align_tokens and method.match_tokens are both 0, which leaves nothing to train; task=convert"
+                " converts without training"
+            )
+        for name in ("lora_rank", "cache_gib", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
+        for name in (
+            "align_matrix_lr",
+            "align_other_lr",
+            "match_matrix_lr",
+            "match_other_lr",
+            "rest_lr",
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"method.{name}: expected a finite number, 0 or more, got {getattr(self, name)}"
+                )

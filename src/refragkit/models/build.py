@@ -15,11 +15,14 @@ from refragkit.models.checkpoint import load_model, read_config
 from refragkit.models.config import SIZES, ModelConfig
 from refragkit.models.hybrid import HybridLM
 from refragkit.models.location import model_location
-from refragkit.models.pretrained import resolve_pretrained
+from refragkit.models.pretrained import SMOLLM2_HYBRID, resolve_pretrained
 
 DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_CACHE_DIR = Path("outputs", "cache")
 """Where pretrained models that have to be converted are kept, unless the caller says."""
+
+_READY_MADE = {("hybrid", "smollm2"): SMOLLM2_HYBRID}
+"""Sizes of an option that stand for pretrained weights."""
 
 
 def build_model(
@@ -53,14 +56,15 @@ def build_model(
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"model._target_: there is no {target!r} ({error})") from error
-    init, path = arguments.get("init"), arguments.get("path")
+    init, path = start_of(cfg), arguments.get("path")
     if init is not None:
         family = function_name.replace("_", "-")
         kept = ("init", "path", "size", "gradient_checkpointing")
         sizes = [f"model.{key}" for key, value in arguments.items() if value is not None and key not in kept]
         if sizes:
+            start = f"model.init={init}" if arguments.get("init") else f"model.size={arguments['size']}"
             raise ConfigError(
-                f"model.init={init} brings its own sizes, and these are set as well: {', '.join(sizes)};"
+                f"{start} brings its own sizes, and these are set as well: {', '.join(sizes)};"
                 " leave them null"
             )
         arguments["init"] = str(pretrained_folder(family, init, path, Path(cache_dir or DEFAULT_CACHE_DIR)))
@@ -97,6 +101,14 @@ def build_model(
     return model
 
 
+def start_of(cfg: Mapping[str, Any]) -> str | None:
+    """The pretrained model that a ``conf/model`` node starts from, by ``init`` or by its size; None for any other."""
+    if cfg.get("init") is not None or cfg.get("path") is not None:
+        return cast(str | None, cfg.get("init"))
+    family = str(cfg.get("_target_", "")).rpartition(".")[2].replace("_", "-")
+    return _READY_MADE.get((family, str(cfg.get("size"))))
+
+
 def model_folder(cfg: Mapping[str, Any], cache_dir: Path) -> Path | None:
     """The folder (or single checkpoint file) that ``init`` or ``path`` of a node means, or None for random weights.
 
@@ -104,7 +116,7 @@ def model_folder(cfg: Mapping[str, Any], cache_dir: Path) -> Path | None:
         ConfigError: both are set.
         CheckpointError: nothing is there.
     """
-    init, path = cfg.get("init"), cfg.get("path")
+    init, path = start_of(cfg), cfg.get("path")
     _one_start(init, path)
     if init is not None:
         return resolve_pretrained(init, cache_dir)
@@ -439,7 +451,8 @@ def _build(
         return model
     sizes = SIZES[family]
     if size not in sizes:
-        raise ConfigError(f"model.size={size} is not a size of {family}; sizes are {', '.join(sizes)}")
+        known = [*sizes, *(name for option, name in _READY_MADE if option == family)]
+        raise ConfigError(f"model.size={size} is not a size of {family}; sizes are {', '.join(known)}")
     values = {**sizes[size], **{key: value for key, value in overrides.items() if value is not None}}
     if values.get("vocab_size") is None:
         raise ConfigError(

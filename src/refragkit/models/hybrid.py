@@ -198,6 +198,30 @@ class HybridLM(SequenceModel):
             return x, layout, state if return_state else None
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
+        x, states = self._blocks(x, layout, 0, state, return_state)
+        new_state = ModelState(tuple(states), layout.total_lengths) if return_state else None
+        return self.norm(x), layout, new_state
+
+    def hidden_states_from(self, x: Tensor, block: int) -> Tensor:
+        """Hidden states after the final norm, from the residual stream that enters a block.
+
+        Args:
+            x: ``[B, T, d_model]``, whole texts without padding.
+            block: the first to run. No R block may lie below: those above read values of the first one.
+
+        Returns:
+            ``[B, T, d_model]``.
+        """
+        layout = TokenLayout.of(
+            (x.shape[0], x.shape[1]), x.device, attention_mask=None, segment_ids=None, past_lengths=None
+        )
+        hidden: Tensor = self.norm(self._blocks(x, layout, block, None, False)[0])
+        return hidden
+
+    def _blocks(
+        self, x: Tensor, layout: TokenLayout, first: int, state: ModelState | None, return_state: bool
+    ) -> tuple[Tensor, list[BlockState]]:
+        """The residual stream behind the last block, and the new states of the blocks from ``first`` on."""
         rotary = None
         if "T" in self.block_pattern:
             config = self.config
@@ -207,7 +231,7 @@ class HybridLM(SequenceModel):
         v_first: Tensor | None = None
         states: list[BlockState] = []
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self.blocks[first:], first):
             arguments = (x, layout, rotary, v_first, None if state is None else state[index], return_state)
             if recompute:
                 x, v_first, block_state = checkpoint(block, *arguments, use_reentrant=False)
@@ -215,8 +239,7 @@ class HybridLM(SequenceModel):
                 x, v_first, block_state = block(*arguments)
             if block_state is not None:
                 states.append(block_state)
-        new_state = ModelState(tuple(states), layout.total_lengths) if return_state else None
-        return self.norm(x), layout, new_state
+        return x, states
 
     def compile_blocks(self) -> None:
         """Run each block through ``torch.compile`` from its first call on; names of parameters stay as they are.

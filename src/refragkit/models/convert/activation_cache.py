@@ -1,11 +1,14 @@
-"""A teacher's activations on disk: what its mixers read and put out, computed once and read in any order.
+"""A teacher's activations on disk, computed once and read in any order: all that distillation asks of the teacher.
 
 Layout: ``<folder>/<fingerprint>/shard-00000.safetensors`` and so on, 16 windows each. A shard holds, per block i,
-``blocks.i.input`` and ``blocks.i.output`` ``[windows, T, d_model]`` in bfloat16 and the sums that the outputs' variance
-is made of. A shard is there whole or not at all, so a killed run goes on where it was.
+``blocks.i.input`` and ``blocks.i.output`` (what its mixer reads and puts out), ``start`` (the residual stream that
+enters the first of these blocks, below which a student is the teacher) and ``final`` (hidden states after the last
+norm), each ``[windows, T, d_model]`` in bfloat16, and the sums that the outputs' variance is made of. A shard is there
+whole or not at all, so a killed run goes on where it was.
 
 Source: MOHAWK (Bick et al. 2024, arXiv 2408.10189), section 3.2, aligns mixers on the teacher's own inputs.
-Differs: the teacher's inputs and outputs are kept, in bfloat16, where the original runs the teacher at each step.
+Differs: they are kept, in bfloat16, where the original runs the teacher at each step, and so are its last hidden states
+for the stages that match its logits.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ from torch import Tensor
 
 from refragkit.errors import ConfigError
 from refragkit.models.base import SequenceModel
-from refragkit.models.convert.activations import Activations, mixer_activations
+from refragkit.models.convert.activations import Activations, activations_and_ends
 from refragkit.models.convert.text import fingerprint
 
-_FORMAT = 1
+_FORMAT = 2
 _SHARD_WINDOWS = 16
 _BATCH_WINDOWS = 2  # that the teacher reads at once
 _NUMBER_BYTES = 2
@@ -45,17 +48,18 @@ class ActivationCache:
 
     Attributes:
         layers: the blocks.
+        first: the block that ``start`` enters.
         windows: how many rows there are.
         window_tokens: T.
         variance: per block, of the mixer's output: the mean over channels of each channel's variance over all tokens.
     """
 
-    def __init__(self, shards: Sequence[Path], layers: Sequence[int]) -> None:
+    def __init__(self, shards: Sequence[Path], layers: Sequence[int], first: int) -> None:
         self.layers = tuple(layers)
+        self.first = first
         self._shards = [_open(path, self.layers) for path in shards]
-        first = self._shards[0][f"blocks.{self.layers[0]}.input"]
-        self.window_tokens = first.shape[1]
-        self.windows = sum(len(shard[f"blocks.{self.layers[0]}.input"]) for shard in self._shards)
+        self.window_tokens = self._shards[0]["final"].shape[1]
+        self.windows = sum(len(shard["final"]) for shard in self._shards)
         self.variance: dict[int, float] = {}
         for layer in self.layers:
             n = self.windows * self.window_tokens
@@ -65,14 +69,14 @@ class ActivationCache:
 
     def read(self, layer: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The inputs and outputs of a block's mixer in some windows: two of ``[len(rows), T, d_model]``, bfloat16."""
-        pair = []
-        for name in ("input", "output"):
-            found = [
-                self._shards[row // _SHARD_WINDOWS][f"blocks.{layer}.{name}"][row % _SHARD_WINDOWS]
-                for row in rows
-            ]
-            pair.append(torch.stack(found))
-        return pair[0], pair[1]
+        return self._rows(f"blocks.{layer}.input", rows), self._rows(f"blocks.{layer}.output", rows)
+
+    def read_ends(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What enters the block ``first``, and the hidden states after the last norm, as :meth:`read` gives them."""
+        return self._rows("start", rows), self._rows("final", rows)
+
+    def _rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        return torch.stack([self._shards[row // _SHARD_WINDOWS][name][row % _SHARD_WINDOWS] for row in rows])
 
 
 @contextmanager
@@ -112,7 +116,7 @@ def cached_activations(
             left.unlink()
         _check_room(teacher, layers, windows, place, max_bytes)
         shards = _fill(teacher, layers, windows, place, advance)
-        cache = ActivationCache(shards, layers)
+        cache = ActivationCache(shards, layers, first_block(teacher.block_pattern, layers))
     yield cache
     if not keep:
         # Who has the files mapped can go on reading them
@@ -122,7 +126,9 @@ def cached_activations(
 
 def cache_key(teacher: SequenceModel, layers: Sequence[int], windows: Tensor) -> str:
     """sha256 of everything that the activations depend on."""
-    digest = hashlib.sha256(f"{_FORMAT} {_SHARD_WINDOWS} {list(layers)}".encode())
+    device = teacher.head_weight.device.type
+    computed_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    digest = hashlib.sha256(f"{_FORMAT} {_SHARD_WINDOWS} {list(layers)} {computed_in}".encode())
     digest.update(json.dumps(teacher.config.to_dict(), sort_keys=True).encode())
     digest.update(fingerprint(windows.cpu()).encode())
     for name, tensor in sorted(teacher.state_dict().items()):
@@ -133,7 +139,13 @@ def cache_key(teacher: SequenceModel, layers: Sequence[int], windows: Tensor) ->
 
 def cache_bytes(teacher: SequenceModel, layers: Sequence[int], tokens: int) -> int:
     """What the activations of so many tokens take."""
-    return tokens * len(layers) * 2 * teacher.d_model * _NUMBER_BYTES
+    return tokens * (len(layers) + 1) * 2 * teacher.d_model * _NUMBER_BYTES
+
+
+def first_block(block_pattern: str, layers: Sequence[int]) -> int:
+    """The block to start a student at: the first that differs, unless blocks above read values of an R block below."""
+    first = min(layers)
+    return 0 if "R" in block_pattern[:first] else first
 
 
 def _check_room(
@@ -186,13 +198,16 @@ def _shard(
     teacher: SequenceModel, layers: Sequence[int], rows: Tensor, advance: Callable[[], None]
 ) -> dict[str, Tensor]:
     parts: list[Activations] = []
+    ends: list[tuple[Tensor, Tensor]] = []
     device = teacher.head_weight.device
+    first = first_block(teacher.block_pattern, layers)
     for batch in torch.split(rows, _BATCH_WINDOWS):
-        found = mixer_activations(teacher, layers, batch.to(device))
+        found, start, final = activations_and_ends(teacher, layers, first, batch.to(device))
         parts.append({i: (x.bfloat16().cpu(), y.bfloat16().cpu()) for i, (x, y) in found.items()})
+        ends.append((start.bfloat16().cpu(), final.bfloat16().cpu()))
         for _ in batch:
             advance()
-    tensors: dict[str, Tensor] = {}
+    tensors = {name: torch.cat([pair[i] for pair in ends]) for i, name in enumerate(("start", "final"))}
     for layer in layers:
         tensors[f"blocks.{layer}.input"] = torch.cat([part[layer][0] for part in parts])
         tensors[f"blocks.{layer}.output"] = outputs = torch.cat([part[layer][1] for part in parts])
@@ -209,11 +224,11 @@ def _is_whole(path: Path, layers: Sequence[int], shape: tuple[int, ...]) -> bool
         tensors = _open(path, layers)
     except (SafetensorError, OSError):
         return False
-    return all(tensors[f"blocks.{i}.{name}"].shape == shape for i in layers for name in ("input", "output"))
+    return all(tensors[name].shape == shape for name in tensors if not name.endswith("sum"))
 
 
 def _open(path: Path, layers: Sequence[int]) -> dict[str, Tensor]:
     """The tensors of a shard, mapped from the file."""
     file: Any = safe_open(path, framework="pt")
-    names = ("input", "output", "sum", "square_sum")
-    return {f"blocks.{i}.{name}": file.get_tensor(f"blocks.{i}.{name}") for i in layers for name in names}
+    names = [f"blocks.{i}.{name}" for i in layers for name in ("input", "output", "sum", "square_sum")]
+    return {name: file.get_tensor(name) for name in ["start", "final", *names]}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from refragkit.models.base import SequenceModel
 from refragkit.models.convert.blocks import mixer_of
+from refragkit.models.hybrid import HybridLM
 from refragkit.models.layers.mamba2 import Mamba2
 from refragkit.models.layers.rwkv7 import RWKV7TimeMix
 from refragkit.models.layout import TokenLayout
@@ -28,7 +29,20 @@ def mixer_activations(model: SequenceModel, layers: Sequence[int], input_ids: Te
     Returns:
         By block, two tensors ``[B, T, d_model]`` in the model's precision.
     """
+    return activations_and_ends(model, layers, 0, input_ids)[0]
+
+
+@torch.no_grad()
+def activations_and_ends(
+    model: SequenceModel, layers: Sequence[int], first: int, input_ids: Tensor
+) -> tuple[Activations, Tensor, Tensor]:
+    """:func:`mixer_activations`, what enters block ``first``, and the hidden states after the last norm.
+
+    The latter two are ``[B, T, d_model]``.
+    """
+    assert isinstance(model, HybridLM)
     found: Activations = {}
+    start: list[Tensor] = []
 
     def keep(index: int) -> torch.utils.hooks.RemovableHandle:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -37,12 +51,13 @@ def mixer_activations(model: SequenceModel, layers: Sequence[int], input_ids: Te
         return mixer_of(model, index).register_forward_hook(hook)
 
     handles = [keep(index) for index in layers]
+    handles.append(model.blocks[first].register_forward_pre_hook(lambda _, inputs: start.append(inputs[0])))
     try:
-        model.hidden_states(input_ids)
+        final, _ = model.hidden_states(input_ids)
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return found, start[0], final
 
 
 def teacher_activations(

@@ -12,8 +12,9 @@ parameters, gradients clipped per block; activations come from a cache in bfloat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,53 +36,62 @@ STEP_TOKENS = 1024
 _MAX_NORM = 1.0
 
 
-def align(
-    student: SequenceModel,
-    cache: ActivationCache,
-    *,
-    tokens: int,
-    matrix_lr: float = 2e-3,
-    other_lr: float = 3e-3,
-    seed: int = 0,
-    advance: Callable[[], None] = lambda: None,
-) -> dict[int, list[float]]:
-    """Train the mixers of the cached blocks, all at once; nothing else changes.
+class Alignment:
+    """Stage 1, step by step.
 
     Args:
-        student: as :func:`~refragkit.models.convert.blocks.convert_blocks` returns it, in float32.
+        mixers: of the cached blocks, in their order; trainable and in float32 (:func:`trained_mixers`).
         cache: the teacher's activations in the converted blocks.
         tokens: to train on, in steps of 1,024 (or one window); windows come again where there are fewer.
         matrix_lr: peak learning rate of matrices.
         other_lr: of the mixers' other parameters.
         seed: of the windows' order.
-        advance: called once per step, :func:`training_steps` times.
 
-    Returns:
-        The loss at each step, before the update, per block: mean squared error over the output's variance.
-
-    Raises:
-        ConfigError: weights in less than float32.
-        RefragError: training diverged.
+    Attributes:
+        name: aligning.
+        steps: how many there are.
+        step_tokens: tokens of each.
+        optimizer: AdamW over the mixers.
     """
-    windows, steps = training_steps(tokens, cache.window_tokens)
-    curves: dict[int, list[float]] = {layer: [] for layer in cache.layers}
-    with trained_mixers(student, cache.layers) as mixers:
-        optimizer = build_adamw(mixers, LearningRates(matrix_lr, matrix_lr, matrix_lr, other_lr))
-        device = student.head_weight.device
-        for step in range(steps):
-            set_learning_rates(optimizer, learning_rate_factor("cosine", step, steps, warmup_steps(steps)))
-            rows = window_rows(cache.windows, windows, step, seed)
-            for layer, mixer in zip(cache.layers, mixers, strict=True):
-                x, y = (part.to(device).float() for part in cache.read(layer, rows))
-                # A block whose attention puts out a constant has no variance to divide by
-                loss = (run_mixer(mixer, x) - y).square().mean() / max(cache.variance[layer], 1e-12)
-                torch.autograd.backward(loss)
-                clip_gradients(mixer.parameters(), _MAX_NORM)
-                curves[layer].append(float(loss.detach()))
-            optimizer.step()
-            optimizer.zero_grad()
-            advance()
-    return curves
+
+    name = "aligning"
+
+    def __init__(
+        self,
+        mixers: nn.ModuleList,
+        cache: ActivationCache,
+        *,
+        tokens: int,
+        matrix_lr: float = 2e-3,
+        other_lr: float = 3e-3,
+        seed: int = 0,
+    ) -> None:
+        self._mixers, self._cache, self._seed = mixers, cache, seed
+        self._windows, self.steps = training_steps(tokens, cache.window_tokens)
+        self.step_tokens = self._windows * cache.window_tokens
+        self.optimizer: Any = build_adamw(mixers, LearningRates(matrix_lr, matrix_lr, matrix_lr, other_lr))
+
+    def step(self, step: int) -> dict[str, float]:
+        """Update number ``step``; returns each block's loss before it: squared error over the output's variance.
+
+        Raises:
+            RefragError: training diverged.
+        """
+        factor = learning_rate_factor("cosine", step, self.steps, warmup_steps(self.steps))
+        set_learning_rates(self.optimizer, factor)
+        rows = window_rows(self._cache.windows, self._windows, step, self._seed)
+        device = next(self._mixers.parameters()).device
+        losses = {}
+        for layer, mixer in zip(self._cache.layers, self._mixers, strict=True):
+            x, y = (part.to(device).float() for part in self._cache.read(layer, rows))
+            # A block whose attention puts out a constant has no variance to divide by
+            loss = (run_mixer(mixer, x).float() - y).square().mean() / max(self._cache.variance[layer], 1e-12)
+            torch.autograd.backward(loss)
+            clip_gradients(mixer.parameters(), _MAX_NORM)
+            losses[f"align_loss/{layer}"] = float(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
 
 
 @contextmanager

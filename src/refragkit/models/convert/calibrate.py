@@ -1,7 +1,7 @@
 """Closed-form fits of new mixers to the attention that they replace.
 
-Glossary: F ``[n, C]`` what a mixer hands to its output projection, O ``[n, d_model]`` what the attention put out,
-W ``[d_model, C]`` the output projection, g ``[C]`` the gain of the norm in front of it.
+Glossary: F ``[n, C]`` what a mixer hands to its output projection, O ``[n, d_model]`` what the attention put out, both
+without their means over tokens; W ``[d_model, C]`` the output projection, g ``[C]`` the gain of the norm before it.
 
 A norm gives every head unit variance, where attention's outputs are small and uneven: with the teacher's W alone a
 converted model is useless. Two remedies need nothing but sums over tokens of F F^T and F O^T, so memory doesn't grow
@@ -34,7 +34,7 @@ RIDGE = 0.2
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """How well one mixer fits: mean squared error over the mean square of the attention's output.
+    """How well one mixer fits: mean squared error over the variance of the attention's output.
 
     Attributes:
         layer: the block.
@@ -57,25 +57,54 @@ class Gram:
 
     def __init__(self, features: int, outputs: int) -> None:
         self.tokens = 0
-        self.features = torch.zeros(features, features, dtype=torch.float64)
-        self.products = torch.zeros(features, outputs, dtype=torch.float64)
-        self.squares = 0.0
+        self._features = torch.zeros(features, features, dtype=torch.float64)
+        self._products = torch.zeros(features, outputs, dtype=torch.float64)
+        self._feature_sum = torch.zeros(features, dtype=torch.float64)
+        self._output_sum = torch.zeros(outputs, dtype=torch.float64)
+        self._squares = 0.0
 
     def add(self, features: Tensor, outputs: Tensor) -> None:
-        """Take in F ``[..., C]`` and O ``[..., d_model]``."""
+        """Take in F ``[..., C]`` and O ``[..., d_model]``, means included."""
         F = features.reshape(-1, features.shape[-1]).double().cpu()
         O = outputs.reshape(-1, outputs.shape[-1]).double().cpu()  # noqa: E741
         self.tokens += len(F)
-        self.features += F.T @ F
-        self.products += F.T @ O
-        self.squares += float(O.square().sum())
+        self._features += F.T @ F
+        self._products += F.T @ O
+        self._feature_sum += F.sum(0)
+        self._output_sum += O.sum(0)
+        self._squares += float(O.square().sum())
 
-    def error(self, weight: Tensor, gain: Tensor | None = None) -> float:
-        """``|O - (F * gain) W^T|^2 / |O|^2``."""
+    @property
+    def feature_mean(self) -> Tensor:
+        """``[C]``."""
+        return self._feature_sum / self.tokens
+
+    @property
+    def output_mean(self) -> Tensor:
+        """``[d_model]``."""
+        return self._output_sum / self.tokens
+
+    @property
+    def features(self) -> Tensor:
+        """``F^T F`` without means, ``[C, C]``."""
+        return self._features - self.tokens * torch.outer(self.feature_mean, self.feature_mean)
+
+    @property
+    def products(self) -> Tensor:
+        """``F^T O`` without means, ``[C, d_model]``."""
+        return self._products - self.tokens * torch.outer(self.feature_mean, self.output_mean)
+
+    def error(self, weight: Tensor, gain: Tensor | None = None, bias: Tensor | None = None) -> float:
+        """Squared error of ``(F * gain) weight^T + bias``, means included, over O's variance; no bias is 0."""
         W = weight.detach().double().cpu()
         W = W if gain is None else W * gain.detach().double().cpu()
-        explained = 2 * (W.T * self.products).sum() - ((W @ self.features) * W).sum()
-        return float(1 - explained / self.squares)
+        unexplained = self._squares - self.tokens * float(self.output_mean.square().sum())
+        variance = max(unexplained, 1e-12 * self._squares)  # an attention that puts out a constant has none
+        unexplained -= float(2 * (W.T * self.products).sum() - ((W @ self.features) * W).sum())
+        off = W @ self.feature_mean - self.output_mean
+        if bias is not None:
+            off += bias.detach().double().cpu()
+        return (unexplained + self.tokens * float(off.square().sum())) / variance
 
     def output_projection(self, ridge: float = RIDGE) -> Tensor:
         """The projection of ``lsq``."""
@@ -91,6 +120,12 @@ class Gram:
         target = (W.T * self.products).sum(1)
         # A head that puts out nothing leaves a singular system; any g does there
         return cast(Tensor, torch.linalg.lstsq(system, target[:, None], driver="gelsd").solution[:, 0])
+
+    def bias(self, weight: Tensor, gain: Tensor) -> Tensor:
+        """What takes the mean of ``(F * gain) weight^T`` to O's: ``[d_model]``."""
+        return self.output_mean - weight.detach().double().cpu() @ (
+            gain.detach().double().cpu() * self.feature_mean
+        )
 
 
 @torch.no_grad()
@@ -151,11 +186,30 @@ def fit(mixer: nn.Module, layer: int, gram: Gram, kind: Calibration) -> Calibrat
     """Set what ``kind`` solves for in one mixer whose gain is 1."""
     assert isinstance(mixer, (Mamba2, RWKV7TimeMix))
     weight, gain = output_projection(mixer).weight, norm_gain(mixer)
-    copied = fitted = gram.error(weight)
+    copied = fitted = gram.error(weight, bias=output_projection(mixer).bias)
     if kind == "lsq":
         weight.copy_(gram.output_projection())
-        fitted = gram.error(weight)
     elif kind == "cal":
         gain.copy_(gram.gain(weight))
-        fitted = gram.error(weight, gain)
+    if kind != "none":
+        bias = gram.bias(weight, gain)
+        if isinstance(mixer, Mamba2):
+            output_projection(mixer).bias.copy_(bias)
+        else:
+            bias = _through(weight, bias, mixer.get_parameter("ln_x.bias"))
+        fitted = gram.error(weight, gain, bias)
     return CalibrationReport(layer, copied, fitted)
+
+
+def _through(weight: Tensor, wanted: Tensor, norm_bias: nn.Parameter) -> Tensor:
+    """Set the bias in front of a projection so that about ``wanted`` comes out of it; returns what does.
+
+    Least squares with a small penalty: directions that the projection hardly passes on would need huge values.
+    """
+    W = weight.detach().double().cpu()
+    system = W @ W.T
+    system += 1e-6 * float(system.diagonal().mean()) * torch.eye(len(system), dtype=torch.float64)
+    before = W.T @ torch.linalg.solve(system, wanted)
+    norm_bias.copy_(before)
+    through: Tensor = W @ before
+    return through

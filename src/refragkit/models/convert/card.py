@@ -109,7 +109,7 @@ def write_card(
         "",
         "## Fit of the new mixers",
         "",
-        "Mean squared error over the attention's own mean square.",
+        "Mean squared error over the variance of the attention's output.",
         "",
     ]
     lines += ["| block | weights as copied | calibrated |", "| ---: | ---: | ---: |"]
