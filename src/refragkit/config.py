@@ -414,6 +414,9 @@ def _node_problems(group: str, values: dict[str, Any], at_root: frozenset[str] =
         near = nearest(str(key), parameters)
         problems.append(f"{group}.{key}: unknown key" + (f"; did you mean '{group}.{near}'?" if near else ""))
     for key in sorted(set(parameters) - keys):
+        # What an option of another group brings along, such as method=distill the node `convert`
+        if group == "task" and parameters[key][0].default is None:
+            continue
         problems.append(f"{group}.{key}: missing key")
     for key in sorted(keys & set(parameters)):
         where = key if key in at_root else f"{group}.{key}"

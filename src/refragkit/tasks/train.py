@@ -61,6 +61,10 @@ def train(run: Run, convert: Mapping[str, Any] | None = None) -> None:
 
         distill(run, convert or {})
         return
+    if convert is not None:
+        raise ConfigError(
+            f"convert belongs to method=distill and task=convert; method={run.cfg.choices.method} has no use for it"
+        )
     from refragkit.models.build import build_model
 
     recipe: Recipe = instantiate(run.cfg, "method")
