@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import shutil
 import time
@@ -113,9 +114,11 @@ def run(job: Job) -> None:
     """Do a job that is not finished, in its own folder."""
     if job.folder.exists():
         shutil.rmtree(job.folder)
+    before = time.process_time()
     summary = run_experiment(compose(job.overrides), job.folder, job.command)
     if summary.status != "finished":
         raise SystemExit(f"{job.model}, {job.documents}: {summary.error}")
+    print(f"{time.process_time() - before:.0f} CPU seconds, {summary.wall_seconds:.0f} s in all", flush=True)
 
 
 def row_of(job: Job) -> dict[str, str]:
@@ -199,7 +202,8 @@ def main() -> None:
         name = f"{arguments.data.name}-{arguments.questions}"
         data = [f"data.path={larger_set(arguments.data, arguments.questions, arguments.out / 'data' / name)}"]
     if arguments.overrides:
-        name += " " + " ".join(sorted(arguments.overrides)).replace("/", "_")
+        text = " ".join(sorted(arguments.overrides)).replace("/", "_")
+        name += " " + (text if len(text) < 100 else hashlib.sha256(text.encode()).hexdigest()[:12])
     jobs = []
     for model, chosen in models.items():
         for documents in arguments.only or DOCUMENTS:

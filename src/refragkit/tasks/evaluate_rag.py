@@ -589,8 +589,13 @@ def _examples(run: Run, n: int) -> list[Question]:
 
 def describe(run: Run, retriever: MultiHopRetriever | None, adapter_path: str | None) -> Row:
     """What a row of the table was measured with."""
-    given = str(run.cfg.model.init or run.cfg.model.path)
-    model = given if run.cfg.model.init else "/".join(Path(given).expanduser().absolute().parts[-2:])
+    cfg = run.cfg.model
+    if cfg.init is not None:
+        model = str(cfg.init)
+    elif cfg.path is not None:
+        model = "/".join(Path(cfg.path).expanduser().absolute().parts[-2:])
+    else:  # a size that stands for a pretrained model
+        model = f"{run.cfg.choices.model} {cfg.size}"
     if adapter_path is not None:
         model += f" + {Path(adapter_path).name}"
     if retriever is None:
