@@ -20,7 +20,10 @@ from refragkit.retrievers.multi_hop import MultiHopRetriever
 from refragkit.types import Batch, Document, Episode, Hit, Hop, Question
 
 MODEL = ["model=hybrid", "model.block_pattern=TM", "model.d_model=32", "model.n_heads=2", "model.n_kv_heads=1",
-         "model.head_dim=16", "model.d_ff=48", "model.d_state=16", "model.ssm_head_dim=16"]  # fmt: skip
+         "model.head_dim=16", "model.d_ff=48", "model.d_state=16", "model.ssm_head_dim=16",
+         "model.wkv_head_dim=16"]  # fmt: skip
+# Nothing has to be cut to fit
+ROOM = ("method.max_seq_len=2048",)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +116,97 @@ def test_refrag_weighs_token_means_by_rewards(make, data: MultiHopQA, micro_batc
         return sum(w * x.mean() for w, x in zip(weights, losses, strict=True)) / len(losses)
 
     compare(module, Batch(0, data.train), reference)
+
+
+@pytest.mark.parametrize("pattern", ["TM", "R", "TRM"])
+@pytest.mark.parametrize("micro_batch_size", [2, 5])
+def test_a_prompt_read_once_gives_the_gradient_of_one_read_twice(  # type: ignore[no-untyped-def]
+    make, data: MultiHopQA, pattern: str, micro_batch_size: int
+) -> None:
+    module = make("method=refrag", *ROOM, f"model.block_pattern={pattern}", micro_batch_size=micro_batch_size)
+    batch = Batch(0, data.train)
+    prepared = module.prepare(batch)
+    plain = prepared.metrics | module._accumulate(module._keep(prepared))
+    expected = gradients(module)
+    module.model.zero_grad()
+    read: list[int] = []
+    starts: list[int] = []
+    read_prompts = module._read
+    module._read = lambda prompts: (starts.extend(map(len, prompts)), read_prompts(prompts))[1]
+    hidden_states = module.model.hidden_states
+
+    def count(input_ids, **kwargs):  # type: ignore[no-untyped-def]
+        read.append(int(kwargs["attention_mask"].sum()))
+        return hidden_states(input_ids, **kwargs)
+
+    module.model.hidden_states = count
+    learnt = module.learn(batch)
+    assert len(starts) == 5
+    # All tokens are read for learning, once: the last one of an example has nothing to predict, yet is read
+    assert sum(read) == learnt.tokens == sum(map(len, prepared.examples))
+    assert (learnt.examples, learnt.kept) == (5, 5)
+    for name, value in plain.items():
+        if not name.startswith("time/"):
+            assert learnt.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+    assert {"time/retrieve_seconds", "time/generate_seconds", "time/learn_seconds"} <= set(learnt.metrics)
+    for name, gradient in gradients(module).items():
+        torch.testing.assert_close(expected[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("method.target=sampled", "method.temperature=1.0"),
+        ("method.temperature=0.7",),
+        (
+            "method.max_new_tokens=2",
+            "method.max_seq_len=150",
+        ),  # answers longer than the room that prompts leave
+    ],
+    ids=" ".join,
+)
+def test_where_a_prompt_must_be_read_twice_it_is(make, data: MultiHopQA, overrides: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=refrag", *overrides)
+    read: list[object] = []
+    module._read = lambda prompts: read.append(prompts)
+    learnt = module.learn(Batch(0, data.train))
+    assert not read
+    assert learnt.metrics["train/objective"] >= 0
+    assert learnt.tokens > 0
+
+
+def test_dropout_is_for_learning_and_not_for_answering(make, data: MultiHopQA) -> None:  # type: ignore[no-untyped-def]
+    module = make("method=refrag", *ROOM)
+    hops = module.episodes.retrieve(data.train)
+    prompts = [module.episodes.prompt(q, h) for q, h in zip(data.train, hops, strict=True)]
+    examples = module._given(data.train, hops)
+    assert module._reads_once(prompts, examples)
+    instantiate(compose(["adapter=lora", "adapter.dropout=0.1"]), "adapter").apply(module.model, seed=0)
+    assert not module._reads_once(prompts, examples)
+
+
+def test_documents_are_cut_for_answers_learning_and_evaluation_alike(make, data: MultiHopQA) -> None:  # type: ignore[no-untyped-def]
+    free, cut = make("method=refrag", *ROOM), make("method=refrag", *ROOM, "method.max_document_tokens=12")
+    answered: list[list[int]] = []
+    answer = cut._answer
+    cut._answer = lambda prompts, *rest: (answered.extend(map(list, prompts)), answer(prompts, *rest))[1]
+    learnt = cut.learn(Batch(0, data.train))
+    cut.evaluate()
+    marks = {
+        cut.tokenizer.special_ids[name] for name in ("<|doc|>", "<|end|>", "<|search|>", "<|retrieval|>")
+    }
+    assert len(answered) == len(data.train) + len(data.validation)
+    for ids in answered:
+        doc = cut.tokenizer.special_ids["<|doc|>"]
+        starts = [i for i, token in enumerate(ids) if token == doc]
+        assert starts
+        for start in starts:
+            length = next(n for n, token in enumerate(ids[start + 1 :], 1) if token in marks)
+            assert length <= 12
+    hops = cut.episodes.retrieve(data.train)
+    assert learnt.tokens == sum(len(e) for e in cut._given(data.train, hops))
+    assert learnt.tokens < sum(len(e) for e in free._given(data.train, hops)) / 2
+    assert cut.truncated_documents > 0
 
 
 def test_sampled_answers_that_earn_nothing_teach_nothing(make, data: MultiHopQA) -> None:  # type: ignore[no-untyped-def]

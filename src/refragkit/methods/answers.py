@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
     from refragkit.generation.engine import TokenListener
     from refragkit.models.base import SequenceModel
+    from refragkit.models.state import ModelState
     from refragkit.rewards.base import Reward
 
 # Prompts are read in groups of so many tokens, which bounds the memory of a large evaluation.
@@ -55,6 +56,7 @@ def generate_answers(
     seed: int = 0,
     prefill_tokens: int = PREFILL_TOKENS,
     on_token: TokenListener | None = None,
+    state: ModelState | None = None,
 ) -> list[Answer]:
     """The model's answer to each prompt, in one batched generation; an empty prompt is answered with nothing.
 
@@ -67,6 +69,7 @@ def generate_answers(
         seed: of the sampling; each row has a generator of its own.
         prefill_tokens: prompts are read in groups of at most so many tokens, which bounds memory.
         on_token: hears of each token as (prompt, sample, id), prompts counted without the empty ones.
+        state: a row for each prompt that isn't empty, which has read all of it but its last token.
     """
     from refragkit.generation.engine import GenerationConfig, generate
 
@@ -76,12 +79,13 @@ def generate_answers(
         return answers
     samples = generate(
         model,
-        [prompts[i] for i in answerable],
+        [prompts[i] if state is None else prompts[i][-1:] for i in answerable],
         GenerationConfig(max_new_tokens, temperature, stop_ids=(tokenizer.end_id,)),
         pad_id=tokenizer.pad_id,
         seed=seed,
         max_batch_tokens=prefill_tokens,
         on_token=on_token,
+        state=state,
     )
     for i, (completion,) in zip(answerable, samples, strict=True):
         text = tokenizer.decode(completion.content_ids).strip()

@@ -21,7 +21,7 @@ from torch import Tensor
 from refragkit.data.collate import collate, micro_batch_indices, micro_batches
 from refragkit.data.conversation import Rendered
 from refragkit.errors import DataError
-from refragkit.methods.answers import Answer, episode, generate_answers, score_answers
+from refragkit.methods.answers import PREFILL_TOKENS, Answer, episode, generate_answers, score_answers
 from refragkit.methods.episodes import EpisodeBuilder
 from refragkit.ops.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
 from refragkit.seeding import derive_seed
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
     from refragkit.methods.recipes import Recipe
     from refragkit.models.base import SequenceModel
+    from refragkit.models.state import ModelState
     from refragkit.retrievers.multi_hop import MultiHopRetriever
     from refragkit.rewards.base import Reward
     from refragkit.training.hardware import Hardware
@@ -63,6 +64,23 @@ class Components:
     seed: int
     from_scratch: bool
     log_metrics: Callable[[Mapping[str, float], int], None]
+
+
+@dataclass
+class Learnt:
+    """What came of a global batch whose gradient is ready.
+
+    Attributes:
+        metrics: to be logged.
+        examples: how many the batch held.
+        kept: how many of them were learnt from.
+        tokens: of these.
+    """
+
+    metrics: dict[str, float]
+    examples: int
+    kept: int
+    tokens: int
 
 
 @dataclass
@@ -151,7 +169,6 @@ class MethodModule(pl.LightningModule):
         started = time.perf_counter()
         step = self.global_step
         torch.manual_seed(derive_seed(self.components.seed, step, self.global_rank, "dropout"))
-        prepared = self.prepare(batch)
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
         factor = learning_rate_factor(
@@ -159,12 +176,11 @@ class MethodModule(pl.LightningModule):
         )
         rates = set_learning_rates(optimizer.optimizer, factor)
         optimizer.zero_grad()
-        metrics = {f"lr/{kind}": rate for kind, rate in rates.items()} | prepared.metrics
-        kept = self._keep(prepared)
-        metrics["train/dropped_examples"] = len(prepared.examples) - len(kept)
-        if kept:
-            self.model.train()
-            metrics |= self._accumulate(kept)
+        learnt = self.learn(batch)
+        metrics = {f"lr/{kind}": rate for kind, rate in rates.items()} | learnt.metrics
+        metrics["train/dropped_examples"] = learnt.examples - learnt.kept
+        update_started = time.perf_counter()
+        if learnt.kept:
             metrics["train/grad_norm"] = clip_gradients(self.model.parameters(), self.recipe.grad_clip)
         elif self.trained_tokens == 0 and step + 1 == min(_STEPS_WITHOUT_A_TOKEN, self.components.n_steps):
             raise DataError(
@@ -173,11 +189,12 @@ class MethodModule(pl.LightningModule):
                 " method.max_seq_len, or look at the data"
             )
         optimizer.step()
-        tokens = sum(len(e.input_ids) for e, _ in kept)
-        seconds = time.perf_counter() - started
-        self.trained_tokens += tokens
+        finished = time.perf_counter()
+        metrics["time/update_seconds"] = finished - update_started
+        seconds = metrics["time/step_seconds"] = finished - started
+        self.trained_tokens += learnt.tokens
         self.training_seconds += seconds
-        metrics["train/tokens_per_second"] = tokens / seconds
+        metrics["train/tokens_per_second"] = learnt.tokens / seconds
         self._record(metrics, step + 1)
         self.shown = {
             label: metrics[name]
@@ -188,6 +205,18 @@ class MethodModule(pl.LightningModule):
             )
             if name in metrics
         }
+
+    def learn(self, batch: Batch) -> Learnt:
+        """Prepare a global batch and accumulate its gradient."""
+        prepared = self.prepare(batch)
+        kept = self._keep(prepared)
+        metrics = dict(prepared.metrics)
+        started = time.perf_counter()
+        if kept:
+            self.model.train()
+            metrics |= self._accumulate(kept)
+        metrics["time/learn_seconds"] = time.perf_counter() - started
+        return Learnt(metrics, len(prepared.examples), len(kept), sum(len(e) for e, _ in kept))
 
     def _record(self, metrics: Mapping[str, float], step: int) -> None:
         self.history.append({"step": step, **metrics})
@@ -215,15 +244,31 @@ class MethodModule(pl.LightningModule):
         ]
         cross_entropy = objective = 0.0
         for group in micro_batch_indices([len(e) for e in examples], self.micro_batch_size):
-            hidden, targets, rows = self._supervised([examples[i] for i in group])
-            scale = torch.tensor([scales[i] for i in group], device=hidden.device)[rows]
-            loss, losses = weighted_linear_cross_entropy(hidden, self.model.head_weight, targets, scale)
-            # Where every reward is 0 there is nothing to learn: spare the backward pass.
-            if bool((scale != 0).any()):
-                self.manual_backward(loss)
-            cross_entropy += float(losses.sum())
-            objective += float(loss.detach())
+            supervised = self._supervised([examples[i] for i in group])
+            found = self._backward(*supervised, [scales[i] for i in group])
+            cross_entropy, objective = cross_entropy + found[0], objective + found[1]
         return {"train/loss": cross_entropy / n_tokens, "train/objective": objective}
+
+    def _backward(
+        self, hidden: Tensor, targets: Tensor, rows: Tensor, scales: Sequence[float]
+    ) -> tuple[float, float]:
+        """Add the gradient of a micro batch to what there is.
+
+        Args:
+            hidden: of its supervised positions ``[N, d]``.
+            targets: their tokens ``[N]``.
+            rows: the example of each ``[N]``.
+            scales: what each token of an example counts, one for each example.
+
+        Returns:
+            The sum of the tokens' cross-entropies, and that of the scaled ones.
+        """
+        scale = torch.tensor(scales, device=hidden.device)[rows]
+        loss, losses = weighted_linear_cross_entropy(hidden, self.model.head_weight, targets, scale)
+        # Where every reward is 0 there is nothing to learn: spare the backward pass.
+        if bool((scale != 0).any()):
+            self.manual_backward(loss)
+        return float(losses.sum()), float(loss.detach())
 
     @property
     def micro_batch_size(self) -> int:
@@ -231,15 +276,29 @@ class MethodModule(pl.LightningModule):
         share = self.recipe.global_batch_size // self.components.hardware.world_size
         return min(self.components.hardware.micro_batch_size, share)
 
-    def _supervised(self, examples: Sequence[Rendered]) -> tuple[Tensor, Tensor, Tensor]:
+    def _supervised(
+        self, examples: Sequence[Rendered], state: ModelState | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states ``[N, d]`` and targets ``[N]`` of the supervised positions, and the example of each ``[N]``.
 
-        Only these go through the output head.
+        Only these go through the output head. With ``state``, examples are what follows it.
         """
         batch = collate(examples, self.tokenizer.pad_id, self.device)
-        hidden, _ = self.model.hidden_states(batch.input_ids, attention_mask=batch.attention_mask)
+        hidden, _ = self.model.hidden_states(
+            batch.input_ids, state=state, attention_mask=batch.attention_mask
+        )
         supervised = batch.labels != -100
         return hidden[supervised], batch.labels[supervised], supervised.nonzero()[:, 0]
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> ModelState:
+        """The state after all but the last token of each prompt, from which it is both answered and learnt."""
+        rows = [Rendered(list(p[:-1]), [False] * (len(p) - 1)) for p in prompts]
+        batch = collate(rows, self.tokenizer.pad_id, self.device)
+        _, state = self.model.hidden_states(
+            batch.input_ids, attention_mask=batch.attention_mask, return_state=True
+        )
+        assert state is not None
+        return state
 
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -256,45 +315,67 @@ class MethodModule(pl.LightningModule):
         examples = list(self.components.validation[:limit])
         questions = [e for e in examples if isinstance(e, Question)]
         hops = self.episodes.retrieve(questions)
-        by_id = {q.id: h for q, h in zip(questions, hops, strict=True)}
-        rendered = [
-            self.episodes.example(e, by_id[e.id], e.answers[0])
-            if isinstance(e, Question)
-            else self.episodes.conversation(e)
-            for e in examples
+        asked = [
+            (self.episodes.prompt(q, h), self.episodes.example(q, h, q.answers[0]))
+            for q, h in zip(questions, hops, strict=True)
         ]
-        usable = [r for r in rendered if r.supervised_tokens]
-        metrics = self._validation_loss(usable)
-        if len(usable) < len(rendered):
-            metrics["val/dropped_examples"] = len(rendered) - len(usable)
+        rendered = [r for _, r in asked]
+        rendered += [self.episodes.conversation(e) for e in examples if isinstance(e, Conversation)]
+        answers = [Answer([], [], "") for _ in questions]
+        # What was read for the answer is not read again for the loss, wherever the one is a part of the other
+        once = [i for i, (prompt, example) in enumerate(asked) if follows(prompt, example)]
+        losses = [0.0, 0.0]
+        for group in self._prompt_groups([len(asked[i][0]) for i in once]):
+            prompts, targets = zip(*(asked[once[i]] for i in group), strict=True)
+            state = self._read(prompts)
+            self._add_loss(losses, [tail(p, e) for p, e in zip(prompts, targets, strict=True)], state)
+            for i, answer in zip(group, self._answer(prompts, 0.0, 0, state), strict=True):
+                answers[once[i]] = answer
+        others = [i for i in range(len(asked)) if i not in set(once)]
+        for i, answer in zip(others, self._answer([asked[i][0] for i in others], 0.0, 0), strict=True):
+            answers[i] = answer
+        left = [rendered[i] for i in range(len(rendered)) if i not in set(once)]
+        usable = [r for r in left if r.supervised_tokens]
+        for micro_batch in micro_batches(usable, self.micro_batch_size):
+            self._add_loss(losses, micro_batch)
+        metrics = {"val/loss": losses[0] / losses[1]} if losses[1] else {}
+        if len(usable) < len(left):
+            metrics["val/dropped_examples"] = len(left) - len(usable)
             log.warning(
                 "%d of %d validation examples have no supervised token within method.max_seq_len=%d and are not in"
                 " val/loss",
-                len(rendered) - len(usable),
+                len(left) - len(usable),
                 len(rendered),
                 self.recipe.max_seq_len,
             )
         records: list[dict[str, Any]] = []
         if questions:
-            step = self.global_step
-            answers = self.answer(
-                questions, hops, temperature=0.0, seed=derive_seed(self.components.seed, "eval")
-            )
             evaluated = [
                 episode(q, h, a.text, self.max_hops) for q, h, a in zip(questions, hops, answers, strict=True)
             ]
-            more, records = score_answers(evaluated, self.reward, step)
+            more, records = score_answers(evaluated, self.reward, self.global_step)
             metrics |= more
         self.model.train(was_training)
         return metrics, records
 
-    def _validation_loss(self, rendered: Sequence[Rendered]) -> dict[str, float]:
-        total, count = 0.0, 0
-        for group in micro_batches(rendered, self.micro_batch_size):
-            hidden, targets, _ = self._supervised(group)
-            losses = linear_cross_entropy(hidden, self.model.head_weight, targets)
-            total, count = total + float(losses.sum()), count + losses.numel()
-        return {"val/loss": total / count} if count else {}
+    def _add_loss(
+        self, losses: list[float], examples: Sequence[Rendered], state: ModelState | None = None
+    ) -> None:
+        """Add the sum of the losses of the supervised tokens, and their number."""
+        hidden, targets, _ = self._supervised(examples, state)
+        found = linear_cross_entropy(hidden, self.model.head_weight, targets)
+        losses[0] += float(found.sum())
+        losses[1] += found.numel()
+
+    def _prompt_groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Prompts of similar length that are read together: ``PREFILL_TOKENS`` at most, and one at least."""
+        groups: list[list[int]] = []
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= PREFILL_TOKENS:
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        return groups
 
     @property
     def max_hops(self) -> int:
@@ -314,11 +395,33 @@ class MethodModule(pl.LightningModule):
             temperature: 0 is greedy.
             seed: of the sampling; each row has a generator of its own.
         """
+        prompts = [self.episodes.prompt(q, h) for q, h in zip(questions, hops, strict=True)]
+        return self._answer(prompts, temperature, seed)
+
+    def _answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperature: float,
+        seed: int,
+        state: ModelState | None = None,
+    ) -> list[Answer]:
         return generate_answers(
             self.model,
             self.tokenizer,
-            [self.episodes.prompt(q, h) for q, h in zip(questions, hops, strict=True)],
+            prompts,
             self.recipe.max_new_tokens,
             temperature=temperature,
             seed=seed,
+            state=state,
         )
+
+
+def follows(prompt: Sequence[int], example: Rendered) -> bool:
+    """Whether an example is its prompt and an answer: not where one of them was cut more than the other."""
+    return len(prompt) > 1 and example.input_ids[: len(prompt)] == prompt
+
+
+def tail(prompt: Sequence[int], example: Rendered) -> Rendered:
+    """What is left of an example when all but the last token of its prompt has been read."""
+    start = len(prompt) - 1
+    return Rendered(example.input_ids[start:], example.loss_mask[start:])
