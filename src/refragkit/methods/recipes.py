@@ -175,6 +175,7 @@ class Distill:
     """Settings of distill, which trains on text and not on examples.
 
     Attributes:
+        text_tokens: that the source reads; the stages go through them as often as they need.
         align_tokens: of stage 1, alignment of each new mixer; 0 for none.
         align_matrix_lr: peak rate of the mixers' matrices in stage 1.
         align_other_lr: of their other parameters.
@@ -189,6 +190,7 @@ class Distill:
         log_every: steps between log lines.
     """
 
+    text_tokens: int
     align_tokens: int
     align_matrix_lr: float
     align_other_lr: float
@@ -211,7 +213,7 @@ class Distill:
                 "method.align_tokens and method.match_tokens are both 0, which leaves nothing to train; task=convert"
                 " converts without training"
             )
-        for name in ("lora_rank", "cache_gib", "log_every"):
+        for name in ("text_tokens", "lora_rank", "cache_gib", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
         for name in (

@@ -153,8 +153,7 @@ def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> N
     fitted = windows(split.calibration, tokenizer, settings.calibration_tokens, WINDOW, "calibration")
     trained_on = None
     if recipe is not None:
-        wanted = max(recipe.align_tokens, recipe.match_tokens)
-        trained_on = windows(split.calibration, tokenizer, wanted, WINDOW, "training")
+        trained_on = windows(split.calibration, tokenizer, recipe.text_tokens, WINDOW, "training")
     measured = max(settings.evaluation_tokens, _SCAN_TOKENS if settings.layers is None else WINDOW)
     held_out = windows(split.held_out, tokenizer, measured, WINDOW, "held-out part")
     texts = {"held-out text": held_out[: -(-settings.evaluation_tokens // WINDOW)]}
@@ -242,9 +241,8 @@ def _dry_run(run: Run, settings: Settings, recipe: Distill) -> None:
     layers = check_layers(teacher.block_pattern, settings.layers or attention[: settings.count])
     student = build_from_config(converted_config(teacher.config, layers, settings.to), device="meta")
     trained = sum(p.numel() for i in layers for p in mixer_of(student, i).parameters())
-    tokens = max(recipe.align_tokens, recipe.match_tokens)
     steps = [training_steps(n, WINDOW)[1] if n else 0 for n in (recipe.align_tokens, recipe.match_tokens)]
-    size = cache_bytes(teacher, layers, -(-tokens // WINDOW) * WINDOW)
+    size = cache_bytes(teacher, layers, -(-recipe.text_tokens // WINDOW) * WINDOW)
     run.summary.total_parameters = sum(p.numel() for p in student.parameters())
     run.summary.trainable_parameters = trained
     shown = f"{len(layers)} chosen by the scan" if settings.layers is None else ", ".join(map(str, layers))
@@ -415,12 +413,8 @@ def _distilled(
     from refragkit.tracking.plots import plot_distillation
 
     route_library_logs()
-    stages = {"aligning": recipe.align_tokens, "matching": recipe.match_tokens}
-    for name, tokens in stages.items():
-        if text.numel() < tokens:
-            log.info(
-                "%s: %s tokens of text, fewer than %s: read again", name, f"{text.numel():,}", f"{tokens:,}"
-            )
+    if text.numel() < recipe.text_tokens:
+        log.info("there are %s tokens of text, fewer than %s", f"{text.numel():,}", f"{recipe.text_tokens:,}")
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.hardware.autocast())
@@ -476,7 +470,8 @@ def _distilled(
         sentences.append(
             f"matching the source's logits on {recipe.match_tokens:,} tokens{beside[recipe.rest]}"
         )
-    return student, f"{', then '.join(sentences)} (token ids `{fingerprint(text)}`)"
+    read = f"{text.numel():,} tokens of text, ids `{fingerprint(text)}`"
+    return student, f"{', then '.join(sentences)} ({read})"
 
 
 def _head(curve: Sequence[float]) -> Sequence[float]:

@@ -78,6 +78,7 @@ def recipe() -> Distill:
     from refragkit.methods.recipes import Distill
 
     return Distill(
+        text_tokens=_TEXT_TOKENS,
         align_tokens=ALIGN_TOKENS,
         align_matrix_lr=2e-3,
         align_other_lr=3e-3,
