@@ -141,8 +141,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
             for option in chosen:
                 if isinstance(option, (dict, list)):
                     problems.append(f"{key}={option}: expected the name of one option: {', '.join(options)}")
-                elif str(option) not in options and not (option is None and key == "experiment"):
+                elif str(option) not in options:
                     listed = ", ".join(options) or "none"
+                    option = "null" if option is None else option
                     problems.append(
                         f"{key}={option!s}: '{key}' has no option '{option!s}'"
                         f"{_did_you_mean(str(option), options)} (options: {listed})"
