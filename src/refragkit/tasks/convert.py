@@ -417,8 +417,7 @@ def _distilled(
         log.info("there are %s tokens of text, fewer than %s", f"{text.numel():,}", f"{recipe.text_tokens:,}")
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(run.hardware.autocast())
-        with _timed(seconds, "cache"), progress_bar("reading", len(text)) as advance:
+        with run.hardware.autocast(), _timed(seconds, "cache"), progress_bar("reading", len(text)) as advance:
             cache = stack.enter_context(
                 cached_activations(
                     teacher,

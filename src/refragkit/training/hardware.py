@@ -93,7 +93,8 @@ class Hardware:
         if self.resolved_precision() != "bf16-mixed":
             return nullcontext()
         device = {"gpu": "cuda"}.get(self.accelerator, self.accelerator)
-        return torch.autocast(device, torch.bfloat16)
+        # A cache of casted weights would outlive an update of these weights
+        return torch.autocast(device, torch.bfloat16, cache_enabled=False)
 
     def gradient_accumulation(self, global_batch_size: int) -> int:
         """Micro batches in one step of one process.

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,27 +120,28 @@ def _make(source: Path, folder: Path, cache_dir: Path) -> None:
     student = convert_blocks(teacher, LAYERS, TO, seed=SEED).eval()
     with hardware.autocast():
         reports = calibrate(student, teacher, LAYERS, torch.split(fitted, 4), "cal")
-        with (
-            progress_bar("reading", len(text)) as advance,
-            cached_activations(
-                teacher,
-                LAYERS,
-                text,
-                cache_dir / "activations",
-                max_bytes=settings.cache_gib * 2**30,
-                advance=advance,
-            ) as cache,
-        ):
-            student, losses = train_stages(
-                student,
-                cache,
-                settings,
-                hardware,
-                seed=SEED,
-                folder=folder,
-                log_metrics=lambda values, step: None,
-                progress=progress_bar,
+    with ExitStack() as stack:
+        with hardware.autocast(), progress_bar("reading", len(text)) as advance:
+            cache = stack.enter_context(
+                cached_activations(
+                    teacher,
+                    LAYERS,
+                    text,
+                    cache_dir / "activations",
+                    max_bytes=settings.cache_gib * 2**30,
+                    advance=advance,
+                )
             )
+        student, losses = train_stages(
+            student,
+            cache,
+            settings,
+            hardware,
+            seed=SEED,
+            folder=folder,
+            log_metrics=lambda values, step: None,
+            progress=progress_bar,
+        )
     save_model(student, folder, tokenizer)
     card = Recipe(
         source="smollm2",
