@@ -207,3 +207,22 @@ def test_task_convert_with_the_method_trains_too(execute: Execute, overrides: tu
     result = execute("task=convert", *overrides, "method.align_tokens=1024", "method.match_tokens=0")
     assert result.summary["status"] == "finished", result.err
     assert len(curves(result.folder)["align_loss/1"]) == 1
+
+
+def test_in_bfloat16_weights_are_updated_as_in_float32(execute: Execute, overrides: tuple[str, ...]) -> None:
+    """Autocast may keep casted weights, and would then never see an update."""
+    stages = (
+        "method.align_tokens=12288",
+        "method.match_tokens=6144",
+        "method.align_matrix_lr=0.01",
+        "method.match_matrix_lr=0.01",
+    )
+    exact, rounded = (
+        curves(execute(*overrides, *stages, f"hardware.precision={p}").folder)
+        for p in ("32-true", "bf16-mixed")
+    )
+    for name in ("align_loss/1", "align_loss/3"):
+        curve = exact[name]
+        change = curve[-1] - curve[0]
+        assert abs(change) > 0.02 * curve[0]  # better or worse: updates show
+        assert rounded[name][-1] - rounded[name][0] == pytest.approx(change, rel=0.4)

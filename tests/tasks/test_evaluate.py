@@ -273,7 +273,9 @@ def test_errors_say_what_to_change(
 def test_wrong_options_are_refused_before_the_run() -> None:
     from refragkit.errors import ConfigError
 
-    with pytest.raises(ConfigError, match=r"split: expected one of all, train, validation or null, got 'test'"):
+    with pytest.raises(
+        ConfigError, match=r"split: expected one of all, train, validation or null, got 'test'"
+    ):
         compose(["task=evaluate", "split=test"])
     with pytest.raises(ConfigError, match=r"evaluate: expected one of retrieval, rag, got 'retreival'"):
         compose(["task=evaluate", "evaluate=retreival"])
