@@ -18,7 +18,10 @@ def record(identifier: str, f1: float, completion: str = "an answer") -> dict[st
         {"doc_id": "d1", "title": "Title | one", "supporting": True},
         {"doc_id": "d2", "title": "", "supporting": False},
     ]
-    hops = [{"hop": 1, "query": f"question {identifier}?", "documents": documents}]
+    hops = [
+        {"hop": 1, "query": f"question {identifier}?", "documents": documents},
+        {"hop": 2, "query": f"follow-up of {identifier}", "documents": [documents[1]]},
+    ]
     return {"id": identifier, "question": f"question {identifier}?", "answers": ["gold", "alias"], "f1": f1,
             "completion": completion, "hops": hops}  # fmt: skip
 
@@ -61,8 +64,10 @@ def test_screen_and_page_show_scores_hops_and_both_answers(tmp_path: Path) -> No
     page = (tmp_path / "page.md").read_text()
     for text in (screen, page):
         for expected in ("3 validation questions", "after 7 steps", "0.125", "0.750", "+0.625", "+0.500", "question 0?",
-                         "old 0", "new 0", "gold / alias", "largest gain in F1", "d2"):  # fmt: skip
+                         "old 0", "new 0", "(the question itself)", "follow-up of 0", "gold / alias",
+                         "largest gain in F1", "d2"):  # fmt: skip
             assert expected.casefold() in text.casefold(), expected
+    assert "Title | one *; d2" in screen and "* a supporting passage" in screen
     assert "**Title \\| one**; d2" in page
     assert not list(tmp_path.glob("*.tmp"))
 

@@ -24,6 +24,8 @@ _ROWS = (
 )
 # Longer answers and queries are cut on the screen and in the report; samples.jsonl has them whole.
 _MOST_CHARACTERS = 160
+# Style of a document that is found, by whether it supports the answer.
+_FOUND = {True: "green", False: ""}
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,9 @@ class BeforeAfter:
             better = change.startswith("+") == up and float(change) != 0
             style = "green" if better else "red" if float(change) else "dim"
             table.add_row(label, before, f"[bold]{after}[/bold]", f"[{style}]{change}[/{style}]")
-        return Group(
-            Text(self.title, style="bold"), table, *(self._panel(sample) for sample in self.samples())
-        )
+        samples = self.samples()
+        note = [Text("* a supporting passage", style="dim")] if any(s.after["hops"] for s in samples) else []
+        return Group(Text(self.title, style="bold"), table, *map(self._panel, samples), *note)
 
     def _shown(self) -> list[tuple[str, str, bool]]:
         return [r for r in _ROWS if r[1] in self.before.metrics and r[1] in self.after.metrics]
@@ -124,13 +126,12 @@ class BeforeAfter:
     def _panel(self, sample: Sample) -> Panel:
         lines = [Text(_cut(sample.after["question"]), style="bold")]
         for hop in sample.after["hops"]:
-            lines.append(Text(f"hop {hop['hop']}: {_cut(hop['query'])}", style="cyan"))
+            lines.append(Text(f"hop {hop['hop']}: {_query(hop, sample.after)}", style="cyan"))
             found = Text("  found: ")
             for number, document in enumerate(hop["documents"]):
                 found.append("; " if number else "")
-                found.append(
-                    document["title"] or document["doc_id"], "green" if document["supporting"] else ""
-                )
+                name = _cut(document["title"] or document["doc_id"])
+                found.append(f"{name} *" if document["supporting"] else name, _FOUND[document["supporting"]])
             lines.append(found)
         lines.append(Text(f"gold:   {_cut(' / '.join(sample.after['answers']))}"))
         for label, record in (("before", sample.before), ("after", sample.after)):
@@ -154,7 +155,7 @@ class BeforeAfter:
                     else _cell(d["title"] or d["doc_id"])
                     for d in hop["documents"]
                 )
-                lines.append(f"{hop['hop']}. {_cell(_cut(hop['query']))} -> {titles}")
+                lines.append(f"{hop['hop']}. {_cell(_query(hop, sample.after))} -> {titles}")
             lines += [""] if sample.after["hops"] else []
             answers = [
                 ("gold", " / ".join(sample.after["answers"]), ""),
@@ -177,6 +178,10 @@ class BeforeAfter:
 
 def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _query(hop: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    return "(the question itself)" if hop["query"] == record["question"] else _cut(hop["query"])
 
 
 def _cut(text: str) -> str:
