@@ -131,7 +131,7 @@ def test_auto_scans_once_and_gives_the_same_blocks_again(execute: Execute, sourc
         (["convert.text=nowhere.txt"], "convert.text=nowhere.txt: expected a .txt, .md or .jsonl file"),
         (["model.path=null"], "task=convert needs a trained model"),
         (["adapter=lora"], "adapter=none"),
-        (["hardware.compile=true"], "hardware.compile=true: task=convert listens in"),
+        (["hardware.compile=true"], "hardware.compile=true: converting listens in"),
         (["convert.text=null", "data=chat", "data.path={chat}"], "give convert.text=FILE_OR_FOLDER"),
     ],
 )
@@ -166,7 +166,7 @@ def test_passages_of_validation_questions_are_left_out(
 
     def spy(documents: Any) -> Any:
         documents = list(documents)
-        seen.extend(d.doc_id for d in documents)
+        seen.extend(d.key if isinstance(d, text_module.TokenPiece) else d.doc_id for d in documents)
         return split_text(documents)
 
     monkeypatch.setattr(text_module, "split_text", spy)
@@ -184,4 +184,6 @@ def test_passages_of_validation_questions_are_left_out(
     data.prepare()
     gold = {i for q in data.validation for i in q.supporting_ids}
     assert len(gold) > 100 and not gold & set(seen)
-    assert len(seen) == len(data.corpus or []) - len(gold)
+    questions = {key for key in seen if key.startswith("question ")}
+    assert questions == {f"question {q.id}" for q in data.train}
+    assert len(seen) - len(questions) == len(data.corpus or []) - len(gold)
