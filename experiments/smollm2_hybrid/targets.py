@@ -38,7 +38,9 @@ TRAIN = (
 MEASURE = {"wikitext2": "wikitext2/test.txt", "chat": "alpaca_demo/conversations.jsonl"}
 
 
-def command(name: str, seed: int, data: Path, folder: Path, threads: int | None) -> list[str]:
+def command(
+    name: str, seed: int, data: Path, folder: Path, threads: int | None, recall_share: float
+) -> list[str]:
     """One run's command line."""
     layers, to, tokens, align, match = RUNS[name]
     texts = ", ".join(str(data / file) for file in TRAIN)
@@ -58,6 +60,7 @@ def command(name: str, seed: int, data: Path, folder: Path, threads: int | None)
         f"method.text_tokens={tokens}",
         f"method.align_tokens={align}",
         f"method.match_tokens={match}",
+        f"method.recall_share={recall_share}",
         "method.keep_cache=true",
         "method.cache_gib=16",
         f"seed={seed}",
@@ -72,6 +75,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=sorted(RUNS), default=["6M", "6R"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--recall-share", type=float, default=0.2)
     parser.add_argument("--threads", type=int, default=None, help="of torch; default: all cores")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "smollm2_hybrid")
     parser.add_argument("--table", action="store_true", help="only print the table of what has finished")
@@ -85,7 +89,9 @@ def main() -> None:
                 if folder.exists():  # of a run that was killed or failed
                     folder.rename(folder.with_name(f"{folder.name}-failed-{int(folder.stat().st_mtime)}"))
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                line = command(name, seed, options.data.absolute(), folder, options.threads)
+                line = command(
+                    name, seed, options.data.absolute(), folder, options.threads, options.recall_share
+                )
                 subprocess.run(line, check=True, cwd=ROOT)
             if finished(summary):
                 rows.append((name, seed, json.loads(summary.read_text())))

@@ -176,6 +176,7 @@ class Distill:
 
     Attributes:
         text_tokens: that the source reads; the stages go through them as often as they need.
+        recall_share: of the windows, how many repeat their first half in another order.
         align_tokens: of stage 1, alignment of each new mixer; 0 for none.
         align_matrix_lr: peak rate of the mixers' matrices in stage 1.
         align_other_lr: of their other parameters.
@@ -191,6 +192,7 @@ class Distill:
     """
 
     text_tokens: int
+    recall_share: float
     align_tokens: int
     align_matrix_lr: float
     align_other_lr: float
@@ -208,6 +210,8 @@ class Distill:
         for name in ("align_tokens", "match_tokens"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"method.{name}: expected 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.recall_share <= 1:
+            raise ConfigError(f"method.recall_share: expected a number from 0 to 1, got {self.recall_share}")
         if not self.align_tokens + self.match_tokens:
             raise ConfigError(
                 "method.align_tokens and method.match_tokens are both 0, which leaves nothing to train; task=convert"

@@ -106,7 +106,13 @@ def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> N
     from refragkit.models.convert.calibrate import calibrate
     from refragkit.models.convert.card import Recipe, write_card
     from refragkit.models.convert.evaluate import WINDOW
-    from refragkit.models.convert.text import evaluation_windows, fingerprint, split_text, windows
+    from refragkit.models.convert.text import (
+        evaluation_windows,
+        fingerprint,
+        split_text,
+        windows,
+        with_recall,
+    )
     from refragkit.tasks.trained_model import check_run, trained_model
 
     if recipe is None:
@@ -154,6 +160,7 @@ def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> N
     trained_on = None
     if recipe is not None:
         trained_on = windows(split.calibration, tokenizer, recipe.text_tokens, WINDOW, "training")
+        trained_on = with_recall(trained_on, recipe.recall_share, seed=0)  # one text for all seeds of the run
     measured = max(settings.evaluation_tokens, _SCAN_TOKENS if settings.layers is None else WINDOW)
     held_out = windows(split.held_out, tokenizer, measured, WINDOW, "held-out part")
     texts = {"held-out text": held_out[: -(-settings.evaluation_tokens // WINDOW)]}
@@ -469,7 +476,7 @@ def _distilled(
         sentences.append(
             f"matching the source's logits on {recipe.match_tokens:,} tokens{beside[recipe.rest]}"
         )
-    read = f"{text.numel():,} tokens of text, ids `{fingerprint(text)}`"
+    read = f"{text.numel():,} tokens of text, a share of {recipe.recall_share} for recall, ids `{fingerprint(text)}`"
     return student, f"{', then '.join(sentences)} ({read})"
 
 

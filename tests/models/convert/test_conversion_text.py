@@ -22,6 +22,7 @@ from refragkit.models.convert.text import (
     read_sources,
     split_text,
     windows,
+    with_recall,
 )
 from refragkit.types import Conversation, Document, Message, Question
 
@@ -254,3 +255,20 @@ def test_evaluation_sets_are_read_as_they_stand(tmp_path: Path, chat_tokenizer: 
     (tmp_path / "short.txt").write_text("Too short.")
     with pytest.raises(DataError, match=r"k\.s=.*short\.txt: the text has .* fewer than one window of 32"):
         evaluation_windows({"s": tmp_path / "short.txt"}, chat_tokenizer, 100, 32, "k")
+
+
+@pytest.mark.parametrize(("share", "remade"), [(0.0, 0), (0.2, 2), (0.5, 5), (1.0, 10)])
+def test_windows_for_recall_repeat_their_first_half_in_pieces(share: float, remade: int) -> None:
+    rows = torch.arange(10 * 65).view(10, 65)
+    made = with_recall(rows, share, seed=0)
+    changed = [i for i in range(10) if not torch.equal(made[i], rows[i])]
+    assert len(changed) == remade and torch.equal(rows, torch.arange(10 * 65).view(10, 65))
+    for i in changed:
+        first, second = made[i, :32], made[i, 32:64]
+        assert torch.equal(first, rows[i, :32]) and made[i, 64] == rows[i, 64]
+        assert torch.equal(second.sort().values, first)
+        runs = int((second[1:] != second[:-1] + 1).sum()) + 1
+        assert runs <= 32 // 6 + 1  # whole pieces, not single tokens
+    assert not changed or any(not torch.equal(made[i, :32], made[i, 32:64]) for i in changed)
+    assert torch.equal(made, with_recall(rows, share, seed=0))
+    assert with_recall(torch.ones(3, 1, dtype=torch.int64), 1.0, seed=0).tolist() == [[1], [1], [1]]

@@ -80,6 +80,7 @@ def recipe() -> Distill:
 
     return Distill(
         text_tokens=_TEXT_TOKENS,
+        recall_share=0.2,
         align_tokens=ALIGN_TOKENS,
         align_matrix_lr=2e-3,
         align_other_lr=3e-3,
@@ -106,7 +107,7 @@ def _make(source: Path, folder: Path, cache_dir: Path) -> None:
     from refragkit.models.convert.calibrate import calibrate
     from refragkit.models.convert.card import Recipe, write_card
     from refragkit.models.convert.evaluate import WINDOW
-    from refragkit.models.convert.text import fingerprint, split_text, windows
+    from refragkit.models.convert.text import fingerprint, split_text, windows, with_recall
     from refragkit.training.hardware import Hardware
 
     started = time.perf_counter()
@@ -114,9 +115,10 @@ def _make(source: Path, folder: Path, cache_dir: Path) -> None:
     tokenizer = Tokenizer.load(source)
     teacher = load_model(source).float().eval()
     texts = split_text(_bundled_pieces(tokenizer)).calibration
-    text = windows(texts, tokenizer, _TEXT_TOKENS, WINDOW, "bundled sample")
-    fitted = text[: CALIBRATION_TOKENS // WINDOW]
     settings, hardware = recipe(), Hardware()
+    text = windows(texts, tokenizer, settings.text_tokens, WINDOW, "bundled sample")
+    fitted = text[: CALIBRATION_TOKENS // WINDOW]
+    text = with_recall(text, settings.recall_share, SEED)
     student = convert_blocks(teacher, LAYERS, TO, seed=SEED).eval()
     with hardware.autocast():
         reports = calibrate(student, teacher, LAYERS, torch.split(fitted, 4), "cal")

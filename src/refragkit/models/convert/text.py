@@ -8,6 +8,7 @@ way the model meets them: with the chat template of its own tokenizer.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import re
 import sys
@@ -335,6 +336,40 @@ def _first_ids(text: Text, tokenizer: Tokenizer, wanted: int) -> Sequence[int]:
         if len(ids) > wanted:
             return ids
     return tokenizer.encode(text + "\n\n")
+
+
+def with_recall(rows: Tensor, share: float, seed: int, least: int = 6, most: int = 24) -> Tensor:
+    """Make some windows hard to predict without looking back.
+
+    Their first half stays; the second half is the first again, in pieces of ``least`` to ``most`` tokens and in another
+    order. Within a piece every token can be known from what stood before, however far, and nothing else tells. In
+    ordinary text so little depends on looking back that perplexity hardly shows its loss.
+
+    Args:
+        rows: int64 ``[n, T]``.
+        share: of the windows that are remade, in [0, 1], evenly spread.
+        seed: of pieces and orders.
+        least: tokens of a piece.
+        most: tokens of a piece.
+
+    Returns:
+        int64 ``[n, T]``, a new tensor where ``share`` is not 0.
+    """
+    chosen = [i for i in range(len(rows)) if int((i + 1) * share) > int(i * share)]
+    half = rows.shape[1] // 2
+    if not chosen or not half:
+        return rows
+    rows = rows.clone()
+    generator = torch.Generator().manual_seed(seed)
+    for i in chosen:
+        cuts = [0]
+        while cuts[-1] < half:
+            cuts.append(min(half, cuts[-1] + int(torch.randint(least, most + 1, (1,), generator=generator))))
+        pieces = [rows[i, a:b] for a, b in itertools.pairwise(cuts)]
+        order = torch.randperm(len(pieces), generator=generator).tolist()
+        again = torch.cat([pieces[k] for k in order])
+        rows[i, half : 2 * half] = again
+    return rows
 
 
 def evaluation_windows(
