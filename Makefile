@@ -1,7 +1,7 @@
 # make run | test | test-slow | lint | format | dashboard | bench | clean
 PYTHON ?= python3
 VENV ?= .venv
-ARGS ?= method=refrag model=hybrid
+ARGS ?= method=refrag model=hybrid experiment=smollm2_refrag
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 

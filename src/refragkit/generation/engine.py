@@ -151,7 +151,7 @@ def generate(
             rows.
         RefragError: when the model's logits are not numbers.
     """
-    with torch.inference_mode(), _eval_mode(model):
+    with torch.inference_mode(), _eval_mode(model), _casts_kept(model):
         completions, _ = _generate(
             model,
             prompts,
@@ -186,7 +186,7 @@ def generate_with_state(
     It costs one more step a row, for the last token. The state may be used with gradients afterwards.
     """
     # Not inference mode: its tensors could never take part in autograd later.
-    with torch.no_grad(), _eval_mode(model):
+    with torch.no_grad(), _eval_mode(model), _casts_kept(model):
         completions, final = _generate(
             model,
             prompts,
@@ -432,6 +432,20 @@ def _present(state: ModelState | None) -> ModelState:
     if state is None:
         raise TypeError("the model returned no state although it was asked for one")
     return state
+
+
+@contextmanager
+def _casts_kept(model: SequenceModel) -> Iterator[None]:
+    """Under autocast, weights are cast once and not for every token: nothing updates them meanwhile."""
+    device = model.head_weight.device.type
+    if not torch.is_autocast_enabled(device):
+        yield
+        return
+    try:
+        with torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=True):
+            yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from refragkit.data.collate import collate, micro_batch_indices, micro_batches
 from refragkit.data.conversation import Rendered
-from refragkit.errors import DataError
+from refragkit.errors import ConfigError, DataError
 from refragkit.methods.answers import PREFILL_TOKENS, Answer, episode, generate_answers, score_answers
 from refragkit.methods.episodes import EpisodeBuilder
 from refragkit.ops.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
@@ -144,10 +144,16 @@ class MethodModule(pl.LightningModule):
         ).scaled(scale)
 
     def _freeze(self) -> None:
-        """Freeze the kinds of parameters whose rate is 0: the gradient of a large vocabulary's embedding costs time.
+        """Freeze the lowest blocks where asked for, and the kinds of parameters whose rate is 0.
 
+        The gradient of a large vocabulary's embedding costs time, and so does that of blocks which need not change.
         Where every rate is 0 the run is a control, and all of it goes on as if it trained.
         """
+        frozen = self.recipe.frozen_blocks
+        if frozen > self.model.n_layers:
+            raise ConfigError(f"method.frozen_blocks={frozen}: this model has {self.model.n_layers} blocks")
+        for index in range(frozen):
+            self.model.get_submodule(f"blocks.{index}").requires_grad_(False)
         rates, kinds = self.learning_rates, parameter_kinds(self.model)
         if not any(getattr(rates, kind) for kind in kinds.values()):
             return

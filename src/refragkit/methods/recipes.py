@@ -36,6 +36,7 @@ class Recipe:
         matrix_lr: for everything else.
         init_lr_frac: factor on all rates when weights are pretrained.
         scratch_lr_frac: factor on all rates when weights are random: nothing is there to be preserved.
+        frozen_blocks: blocks, counted from the input, that stay as they are.
         weight_decay: AdamW's.
         schedule: shape of the decay to 0 after warmup.
         warmup_steps: linear warmup.
@@ -58,6 +59,7 @@ class Recipe:
     matrix_lr: float
     init_lr_frac: float
     scratch_lr_frac: float
+    frozen_blocks: int
     weight_decay: float
     schedule: Schedule
     warmup_steps: int
@@ -86,6 +88,7 @@ class Recipe:
             raise ConfigError(f"method.max_steps: expected null or at least 1, got {self.max_steps}")
         rates = ("embedding_lr", "unembedding_lr", "matrix_lr", "init_lr_frac", "scratch_lr_frac")
         for name in (
+            "frozen_blocks",
             "weight_decay",
             "warmup_steps",
             "grad_clip",

@@ -33,9 +33,9 @@ LAYERS = (12, 15, 21, 24, 25, 28)
 TO: RecurrentKind = "M"
 SEED = 0
 CALIBRATION_TOKENS = 4096
-ALIGN_TOKENS = 196608
-MATCH_TOKENS = 24576
-_TEXT_TOKENS = 65536
+ALIGN_TOKENS = 147456
+MATCH_TOKENS = 16384
+_TEXT_TOKENS = 49152
 _FORMAT = 1  # one more whenever the same inputs would give another model
 _CHECKSUMS = "checksums.json"
 
