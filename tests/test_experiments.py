@@ -11,6 +11,7 @@ from refragkit.config import compose, conf_dir, group_options, instantiate, vali
 from refragkit.console import print_help
 from refragkit.errors import ConfigError
 from refragkit.experiment import main
+from refragkit.models.convert.ready_made import LAYERS
 
 RECIPES = sorted(group_options("experiment"))
 
@@ -40,7 +41,7 @@ def test_smollm2_refrag_is_refrag_on_the_pretrained_hybrid() -> None:
     assert (cfg.choices.method, cfg.choices.model, cfg.model.size) == ("refrag", "hybrid", "smollm2")
     recipe = instantiate(cfg, "method")
     assert recipe.matrix_lr * recipe.init_lr_frac == pytest.approx(1e-4)
-    assert recipe.embedding_lr == 0
+    assert recipe.embedding_lr == 0 and recipe.frozen_blocks == min(LAYERS)
     assert recipe.global_batch_size % cfg.hardware.micro_batch_size == 0
     assert cfg.retriever.max_hops == 3
 

@@ -202,6 +202,21 @@ def test_training_goes_on_after_generation(mixed: SequenceModel) -> None:
     mixed.eval()
 
 
+def test_weights_cast_for_generation_are_not_used_after_it() -> None:
+    """Under autocast they are cast once and kept: a step of the optimiser must not be lost to the next forward pass."""
+    model = _spread(transformer)
+    ids = torch.tensor(PROMPTS[:1])
+    with torch.autocast("cpu", torch.bfloat16):  # an outer context that keeps casts itself is the worst case
+        generate(model, PROMPTS, GenerationConfig(max_new_tokens=2), pad_id=PAD)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        found = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert torch.equal(found, model(ids).logits)
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_dropout_of_an_adapter_is_off_while_generating() -> None:
     from refragkit.adapters.lora import LoRA, lora_layers
 

@@ -127,6 +127,23 @@ def test_a_rate_of_zero_freezes_what_it_is_for(tmp_path: Path) -> None:
     assert len(changed) > 5
 
 
+def test_frozen_blocks_stay_as_they_are(tmp_path: Path) -> None:
+    overrides = ("tracking=none", "model.block_pattern=MTM", "method.max_steps=2")
+    summary, folder = run(tmp_path, "blocks", "method.frozen_blocks=2", *overrides)
+    assert summary["status"] == "finished", summary["error"]
+    trained = load_model(folder / "model")
+    start = build_model(compose(small(tmp_path, *overrides)).model, vocab_size=trained.vocab_size, seed=0)
+    changed = {
+        name
+        for (name, new), (_, old) in zip(trained.named_parameters(), start.named_parameters(), strict=True)
+        if not torch.equal(new, old)
+    }
+    assert any(name.startswith("blocks.2.") for name in changed) and "embed_tokens.weight" in changed
+    assert not any(name.startswith(("blocks.0.", "blocks.1.")) for name in changed)
+    summary, _ = run(tmp_path, "many", "method.frozen_blocks=4", *overrides)
+    assert "method.frozen_blocks=4: this model has 3 blocks" in summary["error"]
+
+
 def test_the_best_checkpoint_survives_a_later_and_worse_one(tmp_path: Path) -> None:
     # Rates so large that the second step destroys what the first one learnt
     overrides = ("tracking=none", "model.block_pattern=M", "method.eval_every=1", "method.max_steps=3")

@@ -151,7 +151,9 @@ class MethodModule(pl.LightningModule):
         """
         frozen = self.recipe.frozen_blocks
         if frozen > self.model.n_layers:
-            raise ConfigError(f"method.frozen_blocks={frozen}: this model has {self.model.n_layers} blocks")
+            raise ConfigError(
+                f"method.frozen_blocks={frozen}: this model has {self.model.n_layers} blocks; freeze fewer"
+            )
         for index in range(frozen):
             self.model.get_submodule(f"blocks.{index}").requires_grad_(False)
         rates, kinds = self.learning_rates, parameter_kinds(self.model)
