@@ -103,7 +103,7 @@ def test_folders_and_files_are_taken_as_they_are(folders: dict[str, Path], tmp_p
     (tmp_path / "x.pth").touch()
     assert resolve_pretrained(tmp_path / "x.pth", tmp_path) == tmp_path / "x.pth"
     for wrong, message in (
-        ("nothing", r"model\.init: nothing does not exist; expected smollm2, the folder"),
+        ("nothing", r"model\.init: nothing does not exist; expected smollm2, smollm2-hybrid, the folder"),
         ("/no/such/folder", r"model\.init: /no/such/folder does not exist"),
         ("models/x.gguf", r"model\.init: models/x\.gguf does not exist"),
         (str(tmp_path / "run" / ".."), r"model\.init: .* is not a model folder"),
