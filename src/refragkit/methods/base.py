@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ class Prepared:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-class MethodModule(pl.LightningModule):
+class MethodModule(pl.LightningModule, ABC):
     """Base of the methods: subclasses say how a global batch becomes supervised tokens and weights."""
 
     def __init__(self, recipe: Recipe, components: Components) -> None:
@@ -125,9 +126,9 @@ class MethodModule(pl.LightningModule):
         self.training_seconds = 0.0
         self._freeze()
 
+    @abstractmethod
     def prepare(self, batch: Batch) -> Prepared:
         """Turn a global batch into rendered examples, with weights where the method has them."""
-        raise NotImplementedError
 
     @property
     def learning_rates(self) -> LearningRates:

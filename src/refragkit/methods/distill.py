@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from refragkit.adapters.lora import LoRA, merge_into_base
+from refragkit.console import route_library_logs
 from refragkit.models.convert.activation_cache import ActivationCache
 from refragkit.models.convert.align import Alignment, trained_mixers
 from refragkit.models.convert.match import Matching
@@ -190,6 +191,7 @@ def train_stages(
                 advance()
 
             module = DistillModule(student, stages, on_step)
+            route_library_logs()
             trainer = pl.Trainer(
                 accelerator=hardware.accelerator,
                 devices=1,

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 Schedule = Literal["linear", "cosine", "constant"]
 
 
+def _check_finite(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"method.{name}: expected a finite number, 0 or more, got {value}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The settings that every method has; a YAML of ``conf/method`` holds exactly these.
@@ -95,10 +100,7 @@ class Recipe:
             *rates,
             *(["lr"] if self.lr is not None else []),
         ):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(
-                    f"method.{name}: expected a finite number, 0 or more, got {getattr(self, name)}"
-                )
+            _check_finite(name, getattr(self, name))
         if self.max_document_tokens is not None and self.max_document_tokens < 1:
             raise ConfigError(
                 f"method.max_document_tokens: expected null or at least 1, got {self.max_document_tokens}; for no"
@@ -230,7 +232,4 @@ class Distill:
             "match_other_lr",
             "rest_lr",
         ):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(
-                    f"method.{name}: expected a finite number, 0 or more, got {getattr(self, name)}"
-                )
+            _check_finite(name, getattr(self, name))

@@ -64,14 +64,14 @@ def convert_gguf(file: Path, cache_dir: Path, name: str, digest: str | None = No
             can't be read correctly; the message says which.
     """
     if digest is None:
-        digest = _file_digest(file)
+        digest = file_digest(file)
     target = converted_folder(cache_dir, name, digest)
     if target.is_dir():
         return target
     missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
     if missing:
         raise CheckpointError(f"reading {file} needs {' and '.join(missing)}: {EXTRA_COMMAND}")
-    found = _file_digest(file)
+    found = file_digest(file)
     if found != digest:
         raise CheckpointError(f"{file} is not the expected file: its sha256 is {found}, expected {digest}")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,8 @@ def converted_folder(cache_dir: Path, name: str, digest: str) -> Path:
     return cache_dir / "pretrained" / f"{name}-{key}"
 
 
-def _file_digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
+    """The sha256 of a file, computed once for each of its versions."""
     status = file.stat()
     return _digest_of_version(file, status.st_size, status.st_mtime_ns)
 
@@ -160,7 +161,7 @@ def _convert(file: Path, folder: Path, digest: str) -> None:
             "source_bytes": file.stat().st_size,
             "source_sha256": digest,
             "conversion": _CONVERSION,
-            "weights_sha256": _file_digest(folder / "model.safetensors"),
+            "weights_sha256": file_digest(folder / "model.safetensors"),
             "packages": {package: version(package) for package in ("gguf", "tokenizers", "transformers")},
         },
     )

