@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from refragkit.models.base import SequenceModel
     from refragkit.retrievers.multi_hop import MultiHopRetriever
     from refragkit.rewards.base import Reward
-    from refragkit.training.hardware import Hardware
 
 log = logging.getLogger("refragkit")
 
@@ -533,7 +532,7 @@ def run_rag(run: Run, split: str, rag: Mapping[str, Any], adapter_path: str | No
         settings,
         seed=run.seed,
         examples=_examples(run, settings.examples),
-        precision=_precision(run.hardware),
+        precision=run.hardware.autocast(),
     )
     rows, records = evaluation.rows, evaluation.records
     rows[0]["evaluate_seconds"] = time.perf_counter() - started
@@ -614,16 +613,6 @@ def _retrieval_title(described: Mapping[str, Any]) -> str:
         return "no documents"
     hops, k = (int(float(described[key])) for key in ("max_hops", "top_k_per_hop"))
     return f"{described['retriever']}, {described['planner']}, {hops} x {k} documents"
-
-
-def _precision(hardware: Hardware) -> AbstractContextManager[Any]:
-    """What training evaluates under."""
-    import torch
-
-    if hardware.resolved_precision() != "bf16-mixed":
-        return nullcontext()
-    device = {"gpu": "cuda"}.get(hardware.accelerator, hardware.accelerator)
-    return torch.autocast(device, dtype=torch.bfloat16)
 
 
 def _warn(row: Row, settings: Settings) -> None:
