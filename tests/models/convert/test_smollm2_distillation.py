@@ -21,7 +21,7 @@ from refragkit.models.convert.activation_cache import ActivationCache, cached_ac
 from refragkit.models.convert.evaluate import WINDOW
 from refragkit.models.convert.probes import induction_perplexity, induction_rows, perplexity
 from refragkit.models.convert.ready_made import LAYERS, recipe
-from refragkit.models.convert.text import split_text, windows
+from refragkit.models.convert.text import split_text, windows, with_recall
 from refragkit.models.hybrid import HybridLM
 from refragkit.training.hardware import Hardware
 
@@ -47,6 +47,7 @@ def texts(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
     tested = {i for q in data.validation for i in q.supporting_ids}
     split = split_text(d for d in data.corpus or [] if d.doc_id not in tested)
     trained = windows(split.calibration, tokenizer, TOKENS, WINDOW, "training")
+    trained = with_recall(trained, recipe().recall_share, seed=0)
     return trained, windows(split.held_out, tokenizer, 8192, WINDOW, "held out")
 
 

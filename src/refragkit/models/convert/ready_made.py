@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("refragkit")
 
-LAYERS = (12, 15, 21, 24, 25, 28)
+LAYERS = (12, 21, 24, 25, 26, 28)
 """Cheap in perplexity, and copying does without them (``convert.layers=auto`` shows it)."""
 TO: RecurrentKind = "M"
 SEED = 0
