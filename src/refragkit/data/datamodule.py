@@ -381,7 +381,7 @@ class Conversations(DataModule):
             wanted = _share(
                 len(train), self.validation_conversations, "data.validation_conversations", source
             )
-            openings = [[_opening(c)] for c in train]
+            openings = [[opening(c)] for c in train]
             train_positions, positions = hold_out([c.id for c in train], openings, wanted)
             if not positions:
                 raise DataError(
@@ -413,8 +413,8 @@ class Conversations(DataModule):
         return texts
 
 
-def _opening(conversation: Conversation) -> str:
-    """The first user turn, else the first turn at all."""
+def opening(conversation: Conversation) -> str:
+    """The first user turn, else the first turn at all: conversations that share it stay on one side of a split."""
     turns = [m for m in conversation.messages if m.role == "user"] or list(conversation.messages)
     return " ".join(turns[0].content.split())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -189,22 +189,27 @@ def scan_jsonl(file: Path) -> Iterator[tuple[int, Record | LineError]]:
     Raises:
         OSError: the file can't be read.
     """
-    blank: list[int] = []
     with file.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            if not line.strip():
-                blank.append(number)
-                continue
-            for gap in blank:
-                yield gap, LineError("expected a JSON object, got an empty line")
-            blank.clear()
-            try:
-                record = _parse_line(line)
-            except LineError as problem:
-                yield number, problem
-            else:
-                yield number, record
+        yield from scan_lines(lines)
+
+
+def scan_lines(lines: Iterable[bytes], first: int = 1) -> Iterator[tuple[int, Record | LineError]]:
+    """`scan_jsonl` of lines as they stand in a file, the first of which is line ``first`` there."""
+    blank: list[int] = []
+    for number, raw in enumerate(lines, start=first):
+        line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        if not line.strip():
+            blank.append(number)
+            continue
+        for gap in blank:
+            yield gap, LineError("expected a JSON object, got an empty line")
+        blank.clear()
+        try:
+            record = _parse_line(line)
+        except LineError as problem:
+            yield number, problem
+        else:
+            yield number, record
 
 
 def bad_lines(file: Path, problems: Sequence[str], n_problems: int) -> str:
