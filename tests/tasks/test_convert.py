@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from refragkit.config import compose
 from refragkit.data.tokenizer import Tokenizer
+from refragkit.experiment import _run_name
 from refragkit.models.build import transformer
 from refragkit.models.checkpoint import load_model, save_model
 
@@ -187,3 +189,9 @@ def test_passages_of_validation_questions_are_left_out(
     questions = {key for key in seen if key.startswith("question ")}
     assert questions == {f"question {q.id}" for q in data.train}
     assert len(seen) - len(questions) == len(data.corpus or []) - len(gold)
+
+
+@pytest.mark.parametrize(("method", "verb"), [("sft", "convert"), ("distill", "distill")])
+def test_its_run_is_named_after_what_becomes_what(method: str, verb: str) -> None:
+    overrides = ["task=convert", f"method={method}", "model.init=models/qwen", "convert.to=R"]
+    assert _run_name(compose(overrides), Path("outputs/7-run")) == f"{verb}-qwen-to-R 7-run"
