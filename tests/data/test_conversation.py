@@ -12,11 +12,13 @@ from refragkit.data.conversation import (
     Rendered,
     conversation_from_hops,
     prepare_prompt,
+    read_turn,
     render,
     render_all,
     render_prompt,
 )
 from refragkit.data.datamodule import MultiHopQA
+from refragkit.data.pieces import document_text
 from refragkit.data.tokenizer import Tokenizer
 from refragkit.errors import DataError
 from refragkit.types import Conversation, Document, Hit, Hop, Message
@@ -65,6 +67,89 @@ def test_the_rendering_with_special_tokens_is_exactly_this(tokenizer: Tokenizer)
         render_prompt(conversation_from_hops("Who?", hops, system="Be short."), tokenizer, 1000, 8) == prompt
     )
     assert (rendered.truncated_documents, rendered.left_out_documents) == (0, 0)
+
+
+def test_a_query_that_the_model_writes_is_an_assistant_turn(tokenizer: Tokenizer) -> None:
+    e, s = tokenizer.encode, tokenizer.special_ids
+    hops = [hop(1, "Who?", hit("a", 12)), hop(2, "a then?", hit("b", 9)), hop(3, "c")]
+    conversation = conversation_from_hops("Who?", hops, "Ada", written_from_hop=2)
+    a, b = (document_text(h.document) for p in hops for h in p.hits)
+    asked = [s["<|user|>"], *e("Who?"), s["<|end|>"]]
+    expected = [([*asked, s["<|retrieval|>"], s["<|doc|>"], *e(a), s["<|end|>"], s["<|assistant|>"]], False)]
+    expected += [([s["<|search|>"], *e("a then?"), s["<|end|>"]], True)]
+    expected += [([s["<|retrieval|>"], s["<|doc|>"], *e(b), s["<|end|>"], s["<|assistant|>"]], False)]
+    expected += [([s["<|search|>"], *e("c"), s["<|end|>"]], True)]
+    # Nothing was found, and the model is told so
+    expected += [([s["<|retrieval|>"], s["<|end|>"], s["<|assistant|>"]], False)]
+    expected += [([*e("Ada"), s["<|end|>"]], True)]
+    rendered = render(conversation, tokenizer, 1000)
+    assert rendered.input_ids == [t for ids, _ in expected for t in ids]
+    assert rendered.loss_mask == [learnt for ids, learnt in expected for _ in ids]
+    for n, (ids, _) in enumerate(expected[1::2]):
+        said = read_turn(ids[:-1], tokenizer)
+        assert said == [("a then?", ""), ("c", ""), (None, "Ada")][n]
+    # From the first hop on
+    first = conversation_from_hops("Who?", hops[:1], written_from_hop=1)
+    assert render_prompt(first, tokenizer, 1000, 8)[: len(asked) + 2] == [
+        *asked,
+        s["<|assistant|>"],
+        s["<|search|>"],
+    ]
+    # Only the token searches, not its characters
+    assert read_turn(e("<|search|> a then?"), tokenizer)[0] is None
+    with pytest.raises(ValueError, match="before the question"):
+        conversation_from_hops("Who?", hops, order="documents_first", written_from_hop=2)
+
+
+def test_a_written_query_is_plain_text_in_a_chat_template(chat_tokenizer: Tokenizer) -> None:
+    hops = [hop(1, "Who?", hit("a", 12)), hop(2, "a then?", hit("b", 9)), hop(3, "c")]
+    conversation = conversation_from_hops("Who?", hops, "Ada", written_from_hop=2)
+    rendered = render(conversation, chat_tokenizer, 1000)
+    a, b = (h.document for p in hops for h in p.hits)
+    assert chat_tokenizer.decode(rendered.input_ids) == (
+        f"user\nWho?\n\nDocument: Title a\n{a.text}\nassistant\nSearch: a then?\n"
+        f"user\nDocument: Title b\n{b.text}\nassistant\nSearch: c\nuser\nNo new documents.\nassistant\nAda"
+    )
+    pairs = zip(rendered.input_ids, rendered.loss_mask, strict=True)
+    assert chat_tokenizer.decode([i for i, mask in pairs if mask]) == "Search: a then?Search: cAda"
+    assert read_turn(chat_tokenizer.encode("Search: a then?"), chat_tokenizer) == ("a then?", "")
+    assert read_turn(chat_tokenizer.encode("Ada. Search: b"), chat_tokenizer) == (None, "Ada. Search: b")
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("question_first", ["Who?", "a", "a then?", "b", "Ada"]),
+        ("documents_first", ["a", "b", "Who?", "Ada"]),
+        ("sandwich", ["Who?", "a", "a then?", "b", "Who?", "Ada"]),
+    ],
+)
+def test_the_question_stands_where_the_order_says(either: Tokenizer, order: str, expected: list[str]) -> None:
+    hops = [hop(1, "Who?", hit("a", 12)), hop(2, "a then?", hit("b", 9))]
+    texts = {h.document.doc_id: document_text(h.document) for p in hops for h in p.hits}
+    conversation = conversation_from_hops("Who?", hops, "Ada", system="Be short.", order=order)
+    rendered = render(conversation, either, 1000)
+    text = either.decode(rendered.input_ids)
+    position = 0
+    for part in ["Be short.", *expected]:
+        position = text.index(texts.get(part, part), position) + len(part)
+    assert text.count("Who?") == expected.count("Who?") and text.count("then?") == expected.count("a then?")
+    assert learnt(rendered, either) == [either.token(i) for i in [*either.encode("Ada"), either.end_id]]
+    # Shortened documents leave the question whole, wherever it is
+    short = either.decode(render(conversation, either, len(rendered) - 10).input_ids)
+    assert short.count("Who?") == expected.count("Who?")
+    without = conversation_from_hops("Who?", (), "Ada", order=order)
+    assert without == conversation_from_hops("Who?", (), "Ada")
+
+
+def test_documents_in_front_are_read_alike_whatever_is_asked(tokenizer: Tokenizer) -> None:
+    hops = [hop(1, "Who?", hit("a", 12)), hop(2, "a then?", hit("b", 9))]
+    first, second = (
+        render_prompt(conversation_from_hops(q, hops, order="documents_first"), tokenizer, 1000, 8)
+        for q in ("Who?", "When was it?")
+    )
+    n = first.index(tokenizer.special_ids["<|user|>"])
+    assert first[: n + 1] == second[: n + 1]
 
 
 def test_the_rendering_with_a_chat_template_is_what_the_template_gives(chat_tokenizer: Tokenizer) -> None:

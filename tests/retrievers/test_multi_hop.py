@@ -141,6 +141,21 @@ def test_a_model_writes_the_follow_up_queries(corpus: list[Document], questions:
         bm25(planner="model").open_index(corpus).retrieve(questions)
 
 
+def test_a_model_may_write_the_first_query_too(corpus: list[Document], questions: list[Question]) -> None:
+    def write(trails: Sequence[Trail]) -> list[str | None]:
+        first = {"q1": "Marta Lindqvist", "q2": None, "q3": "sourdough"}
+        return [None if t.hops else first[t.question.id] for t in trails]
+
+    planner = ModelPlanner(first_query="model")
+    retriever = MultiHopRetriever(BM25Retriever(), planner, 3, 1).open_index(corpus)
+    with pytest.raises(ConfigError, match=r"planner=model needs a language model"):
+        retriever.retrieve(questions)
+    with planner.written_by(write):
+        hops = retriever.retrieve(questions)
+    assert [[h.query for h in trail] for trail in hops] == [["Marta Lindqvist"], [], ["sourdough"]]
+    assert planner.writer is None
+
+
 def test_weights_can_be_fitted_on_ones_own_questions(
     corpus: list[Document], questions: list[Question]
 ) -> None:

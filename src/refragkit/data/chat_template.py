@@ -9,7 +9,8 @@ answer, and what the template writes behind an answer. It is a prefix by constru
 that render the last turn differently.
 
 Retrieval turns become text on the user's side, in the turn before them: templates know no such role, and
-many want user and assistant to alternate.
+many want user and assistant to alternate. An assistant turn that searches is the text ``Search: query``: a
+vocabulary that is left alone has no token for it.
 
 Differs: tokenizers that put a space in front of every text (SentencePiece without a prefix rule of their
 own) put one in front of every piece here.
@@ -21,11 +22,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from refragkit.data.pieces import Piece, document_text, is_follow_up, retrieval_hop_indices
+from refragkit.data.pieces import Piece, document_text, retrieval_hop_indices, search_query, shows_query
 from refragkit.data.tokenizer import Tokenizer
 from refragkit.errors import DataError
 from refragkit.types import Message
 
+SEARCH_PREFIX = "Search:"
+_NOTHING_FOUND = "No new documents."
 _SLOT = re.compile(r"refragkit-slot-(\d+)-text")
 
 
@@ -35,6 +38,10 @@ class _Turn:
 
     role: str
     texts: list[tuple[str, tuple[int, int] | None]] = field(default_factory=list)
+
+    def add(self, text: str, rank: tuple[int, int] | None) -> None:
+        """Append a text, two lines below what is there."""
+        self.texts.append(("\n\n" + text if self.texts else text, rank))
 
 
 def pieces(messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
@@ -69,13 +76,21 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
         if message.role != "retrieval":
             if message.role == "user":
                 question = message.content
-            turn.texts.append(("\n\n" + message.content if follows else message.content, None))
+            turn.add(turn_text(message), None)
             continue
-        if is_follow_up(message, question):
-            turn.texts.append((f"\n\nSearch: {message.query}", None))
+        if shows_query(messages, i, question):
+            turn.add(f"{SEARCH_PREFIX} {message.query}", None)
         for n, hit in enumerate(message.documents):
-            turn.texts.append((f"\n\nDocument: {document_text(hit.document)}", (n, hop_indices[i])))
+            turn.add(f"Document: {document_text(hit.document)}", (n, hop_indices[i]))
+        if not message.documents and i and search_query(messages[i - 1]) is not None:
+            turn.add(_NOTHING_FOUND, None)
     return turns
+
+
+def turn_text(message: Message) -> str:
+    """The text of a turn other than a retrieval, as the template gets it."""
+    query = search_query(message)
+    return message.content if query is None else f"{SEARCH_PREFIX} {query}"
 
 
 def _scaffold(turns: Sequence[_Turn], tokenizer: Tokenizer, add_generation_prompt: bool) -> list[str]:

@@ -1,15 +1,27 @@
 r"""A conversation as token ids with a loss mask, and its prompt as an exact prefix of it.
 
-With special tokens (order ``question_first``, the only one so far)::
+With special tokens::
 
     <|system|> text <|end|>  <|user|> question <|end|>
     <|retrieval|> [<|search|> query] <|doc|> title \n text  <|doc|> ...  <|end|>   one per hop
     <|assistant|> answer <|end|>
 
-without anything in between. A hop's query is shown only where it isn't the question itself. What is
-trained on is the text of assistant turns and the ``<|end|>`` that closes them: the mask is set as the ids
-are put together, never found again in decoded text. A pretrained tokenizer with a chat template keeps it
+without anything in between. A hop's query is shown only where it isn't the question itself. Where the model
+writes the queries, each is an assistant turn of its own, whose text begins with ``<|search|>``, and the
+retrieval turn behind it doesn't repeat it::
+
+    <|assistant|> <|search|> query <|end|>
+    <|retrieval|> <|doc|> title \n text ...  <|end|>
+    <|assistant|> answer <|end|>
+
+What is trained on is the text of assistant turns and the ``<|end|>`` that closes them: the mask is set as the
+ids are put together, never found again in decoded text. A pretrained tokenizer with a chat template keeps it
 (`refragkit.data.chat_template`).
+
+The question stands before the documents (``question_first``: needed to go on from hop to hop), behind them
+(``documents_first``: what was read of the documents serves every question; no queries are shown) or on both sides
+(``sandwich``: a recurrent model recalls better when it knows what to look for, and is asked when it has read;
+arXiv 2407.05483).
 
 What doesn't fit is taken from the documents, the least relevant first, never from a question or an answer.
 Relevance is the rank within a hop (scores of different queries don't compare); of the same rank, the later
@@ -24,12 +36,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from refragkit.data import chat_template
-from refragkit.data.pieces import Piece, document_text, is_follow_up, retrieval_hop_indices
+from refragkit.data.pieces import (
+    SEARCH_MARK,
+    Piece,
+    document_text,
+    retrieval_hop_indices,
+    search_query,
+    shows_query,
+)
 from refragkit.data.tokenizer import Tokenizer
 from refragkit.errors import DataError
 from refragkit.types import Conversation, Hop, Message
 
-ORDERS: tuple[str, ...] = ("question_first",)
+ORDERS: tuple[str, ...] = ("question_first", "documents_first", "sandwich")
 
 MIN_DOCUMENT_TOKENS = 8
 """A document cut to fewer tokens is left out: half a title tells nothing."""
@@ -76,6 +95,7 @@ def conversation_from_hops(
     system: str = "",
     order: str = "question_first",
     conversation_id: str = "",
+    written_from_hop: int | None = None,
 ) -> Conversation:
     """The conversation of one question: question, one retrieval turn per hop with new documents, answer.
 
@@ -86,19 +106,50 @@ def conversation_from_hops(
         system: text of a system turn, none if empty.
         order: one of `ORDERS`.
         conversation_id: id of the conversation.
+        written_from_hop: hops with this number or a higher one were asked for by the assistant, in a turn of its own
+            each, and are shown even if nothing new was found; None for none.
     """
     if order not in ORDERS:
         raise ValueError(f"order: expected one of {ORDERS}, got {order!r}")
+    if written_from_hop is not None and order != "question_first":
+        raise ValueError(f"order={order}: a query can't be written before the question was read")
     messages = [Message("system", system)] if system else []
-    messages.append(Message("user", question))
-    messages += [
-        Message("retrieval", hop=hop.hop, query=hop.query, documents=hop.new_documents)
-        for hop in hops
-        if hop.new_documents
-    ]
+    if order != "documents_first":
+        messages.append(Message("user", question))
+    for hop in hops:
+        written = written_from_hop is not None and hop.hop >= written_from_hop
+        if written:
+            messages.append(search_turn(hop.query))
+        if written or hop.new_documents:
+            query = "" if order == "documents_first" else hop.query
+            messages.append(Message("retrieval", hop=hop.hop, query=query, documents=hop.new_documents))
+    if order == "documents_first" or (order == "sandwich" and len(messages) > 1 + bool(system)):
+        messages.append(Message("user", question))
     if answer is not None:
         messages.append(Message("assistant", answer))
     return Conversation(conversation_id, tuple(messages))
+
+
+def search_turn(query: str) -> Message:
+    """The assistant turn that asks for documents."""
+    return Message("assistant", f"{SEARCH_MARK} {query}")
+
+
+def read_turn(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[str | None, str]:
+    """What a model wrote in an assistant turn: (query, "") where it searches, else (None, answer).
+
+    Args:
+        token_ids: the turn behind its header, without the end token.
+        tokenizer: decides between special tokens and a chat template.
+    """
+    if tokenizer.chat_template:
+        text = tokenizer.decode(token_ids).strip()
+        if text.startswith(chat_template.SEARCH_PREFIX):
+            return text[len(chat_template.SEARCH_PREFIX) :].strip(), ""
+        return None, text
+    if token_ids and token_ids[0] == tokenizer.special_ids.get(SEARCH_MARK):
+        return tokenizer.decode(token_ids[1:]).strip(), ""
+    return None, tokenizer.decode(token_ids).strip()
 
 
 def render(
@@ -198,18 +249,54 @@ def render_follow_up(conversation: Conversation, tokenizer: Tokenizer) -> tuple[
     Raises:
         ValueError: no assistant turn, or nothing behind it.
     """
-    pieces = _prompt_pieces(conversation.messages, tokenizer)
+    closing, new = _follow_up_pieces(conversation.messages, tokenizer)
+    return closing, [t for piece in new for t in piece.ids]
+
+
+def prepare_follow_up(
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    *,
+    max_document_tokens: int | None = None,
+) -> tuple[list[int], Rendered]:
+    """`render_follow_up` with documents cut to size.
+
+    Args:
+        conversation: as for `render_follow_up`; what precedes the last assistant turn makes no difference.
+        tokenizer: as for `render`.
+        max_tokens: upper bound of the new turns with the assistant header.
+        max_document_tokens: upper bound for each document.
+
+    Returns:
+        The ids that close the answer, and the new turns with the counts; ``dropped`` where even without documents
+        they are too long.
+    """
+    closing, new = _follow_up_pieces(conversation.messages, tokenizer)
+    rendered = _fit(new, max_tokens, 0, max_document_tokens)
+    return closing, replace(rendered, loss_mask=[False] * len(rendered.input_ids))
+
+
+def _follow_up_pieces(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], list[Piece]]:
+    """The ids that close the last assistant turn behind its text, and the pieces behind it."""
+    pieces = _prompt_pieces(messages, tokenizer)
     last = max((i for i, piece in enumerate(pieces) if piece.supervised), default=-1)
-    if last < 0 or conversation.messages[-1].role == "assistant":
+    if last < 0 or messages[-1].role == "assistant":
         raise ValueError("a follow-up needs an assistant turn with at least one turn behind it")
     first = last
     while first > 0 and pieces[first - 1].supervised:
         first -= 1
-    answer = next(m for m in reversed(conversation.messages) if m.role == "assistant")
-    closing = [t for piece in pieces[first : last + 1] for t in piece.ids][
-        len(tokenizer.encode(answer.content)) :
-    ]
-    return closing, [t for piece in pieces[last + 1 :] for t in piece.ids]
+    answer = next(m for m in reversed(messages) if m.role == "assistant")
+    ids = [t for piece in pieces[first : last + 1] for t in piece.ids]
+    return ids[len(assistant_ids(answer, tokenizer)) :], pieces[last + 1 :]
+
+
+def assistant_ids(message: Message, tokenizer: Tokenizer) -> list[int]:
+    """The ids of an assistant turn's text, without its header and its end."""
+    query = search_query(message)
+    if query is None or tokenizer.chat_template:
+        return tokenizer.encode(chat_template.turn_text(message))
+    return [tokenizer.special_ids[SEARCH_MARK], *tokenizer.encode(query)]
 
 
 def render_all(
@@ -273,7 +360,7 @@ def _special_pieces(messages: Sequence[Message], tokenizer: Tokenizer) -> list[P
     for i, message in enumerate(messages):
         if message.role == "retrieval":
             pieces.append(Piece([special["<|retrieval|>"]]))
-            if is_follow_up(message, question):
+            if shows_query(messages, i, question):
                 pieces.append(Piece([special["<|search|>"], *tokenizer.encode(message.query)]))
             texts = tokenizer.encode_batch([document_text(hit.document) for hit in message.documents])
             pieces += [
@@ -285,8 +372,9 @@ def _special_pieces(messages: Sequence[Message], tokenizer: Tokenizer) -> list[P
             question = message.content
         supervised = message.role == "assistant"
         final = supervised and i == len(messages) - 1
+        text = assistant_ids(message, tokenizer) if supervised else tokenizer.encode(message.content)
         pieces.append(Piece([special[f"<|{message.role}|>"]]))
-        pieces.append(Piece([*tokenizer.encode(message.content), end], supervised=supervised, final=final))
+        pieces.append(Piece([*text, end], supervised=supervised, final=final))
     return pieces
 
 

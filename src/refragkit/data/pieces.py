@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from refragkit.types import Document, Message
 
+SEARCH_MARK = "<|search|>"
+"""What the text of an assistant turn that searches begins with; the query follows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -30,9 +33,18 @@ def document_text(document: Document) -> str:
     return f"{document.title}\n{document.text}" if document.title else document.text
 
 
-def is_follow_up(message: Message, question: str) -> bool:
-    """Whether a retrieval turn asked for something else than the question."""
-    return bool(message.query) and message.query.strip() != question.strip()
+def search_query(message: Message) -> str | None:
+    """The query of an assistant turn that searches instead of answering; None for every other turn."""
+    if message.role != "assistant" or not message.content.startswith(SEARCH_MARK):
+        return None
+    return message.content[len(SEARCH_MARK) :].strip()
+
+
+def shows_query(messages: Sequence[Message], index: int, question: str) -> bool:
+    """Whether a retrieval turn has to say what it asked: not the question, nor what the assistant has just written."""
+    query = messages[index].query.strip()
+    written = index > 0 and search_query(messages[index - 1]) is not None
+    return bool(query) and query != question.strip() and not written
 
 
 def retrieval_hop_indices(messages: Sequence[Message]) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from refragkit.data.conversation import Rendered, conversation_from_hops, prepare_prompt, render
-from refragkit.types import Conversation, Hop, Question
+from refragkit.types import Conversation, Hop, Question, TokenSequence
 
 if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ class EpisodeBuilder:
         max_seq_len: tokens of a whole training example.
         max_new_tokens: tokens kept free for an answer when a prompt is cut to size.
         max_document_tokens: tokens of one document; None means no limit of its own.
+        order: where the question stands, one of ``refragkit.data.conversation.ORDERS``.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class EpisodeBuilder:
         max_seq_len: int,
         max_new_tokens: int,
         max_document_tokens: int | None = None,
+        order: str = "question_first",
     ) -> None:
         self.retriever = retriever
         self.tokenizer = tokenizer
         self.max_seq_len = max_seq_len
         self.max_new_tokens = max_new_tokens
         self.max_document_tokens = max_document_tokens
+        self.order = order
         self._hops: dict[str, tuple[Hop, ...]] = {}
 
     def retrieve(self, questions: Sequence[Question]) -> list[tuple[Hop, ...]]:
@@ -55,22 +58,32 @@ class EpisodeBuilder:
 
     def prompt(self, question: Question, hops: Sequence[Hop]) -> list[int]:
         """Token ids that end where the assistant's answer begins; empty where the question alone is too long."""
+        return self.prepare(question, hops).input_ids
+
+    def prepare(self, question: Question, hops: Sequence[Hop]) -> Rendered:
+        """The prompt, and how many documents had to be cut for it."""
         return prepare_prompt(
-            conversation_from_hops(question.question, hops, conversation_id=question.id),
+            conversation_from_hops(question.question, hops, conversation_id=question.id, order=self.order),
             self.tokenizer,
             self.max_seq_len,
             self.max_new_tokens,
             max_document_tokens=self.max_document_tokens,
-        ).input_ids
+        )
 
     def example(self, question: Question, hops: Sequence[Hop], answer: str) -> Rendered:
         """The prompt followed by ``answer`` and the end token, which alone are supervised."""
         return self.conversation(
-            conversation_from_hops(question.question, hops, answer, conversation_id=question.id)
+            conversation_from_hops(
+                question.question, hops, answer, conversation_id=question.id, order=self.order
+            )
         )
 
     def conversation(self, conversation: Conversation) -> Rendered:
         """A whole conversation with its loss mask; without tokens where it can't be used."""
+        if isinstance(conversation, TokenSequence):
+            if len(conversation.input_ids) > self.max_seq_len:
+                return Rendered([], [], dropped="too_long")
+            return Rendered(list(conversation.input_ids), list(conversation.loss_mask))
         return render(
             conversation,
             self.tokenizer,
