@@ -140,6 +140,19 @@ class Conversation:
         return {"id": self.id, "messages": [m.to_dict() for m in self.messages]}
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSequence(Conversation):
+    """A conversation (or any text) of which a token file has kept the ids only: ``messages`` is empty.
+
+    Attributes:
+        input_ids: T ids.
+        loss_mask: T flags; True where the token is to be learnt.
+    """
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+
+
 class Batch:
     """One global batch: batch number ``index`` of a run, a pure function of (seed, index).
 

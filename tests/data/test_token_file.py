@@ -85,7 +85,7 @@ def test_the_seeds_layout_is_read_and_every_token_but_the_first_is_learnt(tmp_pa
     assert [ids for ids, _ in contents(file)] == [ids for ids, _ in EXAMPLES]
     for ids, mask in contents(file):
         assert mask == [n > 0 for n in range(len(ids))]
-    assert [file.length(i) for i in range(len(file))] == [4, 1, 0, 7, 4]
+    assert file.lengths.tolist() == [4, 1, 0, 7, 4]
     assert file.n_tokens == 16
     assert file.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert file.groups[0] == file.groups[4] and len(set(file.groups.tolist())) == 4

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from refragkit.data import tokenization
@@ -236,5 +235,4 @@ def test_every_example_fits(folder: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "chat.jsonl", [conversation(n, 1 + n % 30) for n in range(60)])
     run(file, tmp_path / "a.bin", folder, max_seq_len=50, too_long="cut")
     tokens = open_token_file(tmp_path / "a.bin")
-    lengths = np.array([tokens.length(i) for i in range(len(tokens))])
-    assert lengths.max() == 50 and all(tokens.example(i)[1].any() for i in range(len(tokens)))
+    assert tokens.lengths.max() == 50 and all(tokens.example(i)[1].any() for i in range(len(tokens)))

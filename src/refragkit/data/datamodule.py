@@ -148,6 +148,14 @@ class DataModule(ABC):
         self._require_prepared()
         return Tokenizer.train(self.tokenizer_texts(), self.vocab_size, cache_dir or self.cache_dir)
 
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Refuse a tokenizer that can't be the one that made the data; text goes with any.
+
+        Raises:
+            DataError: it is another one.
+        """
+        return
+
     def train_loader(self, global_batch_size: int, n_steps: int, first_step: int = 0) -> DataLoader[Any]:
         """Yields the global batches of steps ``first_step`` to ``n_steps`` - 1."""
         from refragkit.data.batches import BatchDataset, batch_loader

@@ -40,6 +40,7 @@ class TokenFile(ABC):
         vocab_size: ids are below it; None where the file doesn't say.
         tokenizer_hash: `Tokenizer.fingerprint` of the tokenizer that wrote it; None where the file doesn't say.
         sha256: of its contents.
+        lengths: [N] tokens of each example.
         groups: [N] uint64; examples of one group belong on one side of a split.
     """
 
@@ -49,6 +50,7 @@ class TokenFile(ABC):
     vocab_size: int | None = None
     tokenizer_hash: str | None = None
     sha256: str
+    lengths: NDArray[np.int64]
     groups: NDArray[np.uint64]
 
     @abstractmethod
@@ -58,10 +60,6 @@ class TokenFile(ABC):
     @abstractmethod
     def example(self, index: int) -> tuple[Ids, Flags]:
         """Token ids of example ``index`` [T], and which of them are to be learnt [T]."""
-
-    @abstractmethod
-    def length(self, index: int) -> int:
-        """T of example ``index``."""
 
     @abstractmethod
     def check_ids(self, vocab_size: int) -> None:

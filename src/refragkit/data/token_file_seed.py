@@ -55,6 +55,7 @@ class SeedTokenFile(TokenFile):
             )
         self._words: NDArray[np.uint32] = data.view("<u4")
         self._starts = self._find_examples()
+        self.lengths = self._words[self._starts - 1].astype(np.int64)
         self.n_tokens = len(self._words) - 1 - len(self._starts)
         self.sha256 = hashlib.sha256(data.data).hexdigest()
         self.groups = np.fromiter(
@@ -106,13 +107,9 @@ class SeedTokenFile(TokenFile):
         """N."""
         return len(self._starts)
 
-    def length(self, index: int) -> int:
-        """T of example ``index``."""
-        return int(self._words[self._starts[index] - 1])
-
     def _ids(self, index: int) -> Ids:
         start = int(self._starts[index])
-        return self._words[start : start + self.length(index)]
+        return self._words[start : start + int(self.lengths[index])]
 
     def example(self, index: int) -> tuple[Ids, Flags]:
         """Ids [T] and flags [T], true but for the first."""

@@ -104,6 +104,7 @@ class TokenFileV2(TokenFile):
         entries = data[entries_at:].view("<u8").reshape(n_examples, 2)
         self._check_ends(entries[:, 0], entries_at)
         self._ends: NDArray[np.uint64] = entries[:, 0]
+        self.lengths = np.diff(self._ends, prepend=np.uint64(0)).astype(np.int64)
         self.groups = entries[:, 1]
         self.check_ids(vocab_size)
         supervised = sum(int(np.count_nonzero(part & _LEARNT)) for _, part in chunks(self._words))
@@ -142,10 +143,6 @@ class TokenFileV2(TokenFile):
     def __len__(self) -> int:
         """N."""
         return len(self._ends)
-
-    def length(self, index: int) -> int:
-        """T of example ``index``."""
-        return int(self._ends[index]) - self._start(index)
 
     def _start(self, index: int) -> int:
         return int(self._ends[index - 1]) if index else 0

@@ -95,7 +95,7 @@ def write_parts(
             while begin < cuts[i + 1]:
                 end, tokens = begin, 0
                 while end < cuts[i + 1] and (end == begin or tokens < _COPIED_TOKENS):
-                    tokens += whole.length(end)
+                    tokens += int(whole.lengths[end])
                     end += 1
                 examples = [whole.example(n) for n in range(begin, end)]
                 writer.append(

@@ -239,13 +239,17 @@ def _conversation(record: Record | LineError) -> Conversation:
 def _render(conversation: Conversation, rendering: Rendering, tokenizer: Tokenizer) -> tuple[Rendered, bool]:
     """The example, and whether the end of the conversation is missing."""
     limit = rendering.max_seq_len
-    rendered = render(conversation, tokenizer, limit, max_document_tokens=rendering.max_document_tokens)
-    if rendered.dropped != "too_long" or rendering.too_long == "drop":
-        return rendered, False
+    # Without documents there is nothing to shorten: one rendering of the whole is enough.
+    if rendering.too_long == "drop" or any(message.documents for message in conversation.messages):
+        rendered = render(conversation, tokenizer, limit, max_document_tokens=rendering.max_document_tokens)
+        if rendering.too_long == "drop" or rendered.dropped != "too_long":
+            return rendered, False
     whole = render(conversation, tokenizer, sys.maxsize, max_document_tokens=0)
+    if len(whole) <= limit:
+        return whole, False
     mask = whole.loss_mask[:limit]
     if not any(mask):
-        return Rendered([], [], dropped=whole.dropped or "too_long"), False
+        return Rendered([], [], dropped="too_long"), False
     return replace(
         whole,
         input_ids=whole.input_ids[:limit],

@@ -45,6 +45,11 @@ def check_method(run: Run, recipe: Recipe, block_pattern: str) -> None:
         raise ConfigError(
             "method=lora trains an adapter, and adapter=none has none; choose method=sft instead"
         )
+    if choices.data == "tokens" and choices.method not in ("sft", "lora"):
+        raise ConfigError(
+            f"method={choices.method} works on text, and data=tokens holds ids only; choose method=sft or lora, or the"
+            " data that the ids came from"
+        )
 
 
 def train(run: Run, convert: Mapping[str, Any] | None = None) -> None:
@@ -92,6 +97,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
 
     route_library_logs()
     data = run.data
+    data.check_tokenizer(run.tokenizer)
     _log_datasets(run, data)
     n_steps = recipe.n_steps(len(data.train))
     model = run.model
