@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -53,7 +54,7 @@ _STEPS_WITHOUT_A_TOKEN = 3
 
 @dataclass
 class Components:
-    """The built objects that a method works on."""
+    """The built objects that a method works on; ``folder`` is the run's, for methods that write files of their own."""
 
     model: SequenceModel
     tokenizer: Tokenizer
@@ -65,6 +66,8 @@ class Components:
     seed: int
     from_scratch: bool
     log_metrics: Callable[[Mapping[str, float], int], None]
+    train: Sequence[Question | Conversation] = ()
+    folder: Path | None = None
 
 
 @dataclass
@@ -192,11 +195,7 @@ class MethodModule(pl.LightningModule, ABC):
         if learnt.kept:
             metrics["train/grad_norm"] = clip_gradients(self.model.parameters(), self.recipe.grad_clip)
         elif self.trained_tokens == 0 and step + 1 == min(_STEPS_WITHOUT_A_TOKEN, self.components.n_steps):
-            raise DataError(
-                f"the first {step + 1} steps held no supervised token: their {self.dropped_examples} examples don't fit"
-                f" into method.max_seq_len={self.recipe.max_seq_len}, or have no assistant turn; raise"
-                " method.max_seq_len, or look at the data"
-            )
+            self._nothing_learnt(step + 1)
         optimizer.step()
         finished = time.perf_counter()
         metrics["time/update_seconds"] = finished - update_started
@@ -214,6 +213,18 @@ class MethodModule(pl.LightningModule, ABC):
             )
             if name in metrics
         }
+
+    def _nothing_learnt(self, steps: int) -> None:
+        """Say why the first steps held nothing to learn.
+
+        Raises:
+            DataError: later ones won't either.
+        """
+        raise DataError(
+            f"the first {steps} steps held no supervised token: their {self.dropped_examples} examples don't fit"
+            f" into method.max_seq_len={self.recipe.max_seq_len}, or have no assistant turn; raise"
+            " method.max_seq_len, or look at the data"
+        )
 
     def learn(self, batch: Batch) -> Learnt:
         """Prepare a global batch and accumulate its gradient."""
@@ -273,7 +284,9 @@ class MethodModule(pl.LightningModule, ABC):
             The sum of the tokens' cross-entropies, and that of the scaled ones.
         """
         scale = torch.tensor(scales, device=hidden.device)[rows]
-        loss, losses = weighted_linear_cross_entropy(hidden, self.model.head_weight, targets, scale)
+        loss, losses = weighted_linear_cross_entropy(
+            hidden, self.model.head_weight, targets, scale, self.model.head_scale
+        )
         # Where every reward is 0 there is nothing to learn: spare the backward pass.
         if bool((scale != 0).any()):
             self.manual_backward(loss)
@@ -372,7 +385,7 @@ class MethodModule(pl.LightningModule, ABC):
     ) -> None:
         """Add the sum of the losses of the supervised tokens, and their number."""
         hidden, targets, _ = self._supervised(examples, state)
-        found = linear_cross_entropy(hidden, self.model.head_weight, targets)
+        found = linear_cross_entropy(hidden, self.model.head_weight, targets, scale=self.model.head_scale)
         losses[0] += float(found.sum())
         losses[1] += found.numel()
 

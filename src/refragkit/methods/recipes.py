@@ -14,6 +14,7 @@ from refragkit.errors import ConfigError
 if TYPE_CHECKING:
     from refragkit.methods.base import Components, MethodModule
     from refragkit.methods.refrag import RefragModule
+    from refragkit.methods.rft import RftModule
     from refragkit.methods.sft import SFTModule
 
 Schedule = Literal["linear", "cosine", "constant"]
@@ -112,9 +113,14 @@ class Recipe:
                 f" method.max_new_tokens={self.max_new_tokens}; raise the first or lower the second"
             )
 
+    @property
+    def examples_per_step(self) -> int:
+        """Training examples that one step takes from the data."""
+        return self.global_batch_size
+
     def n_steps(self, n_examples: int) -> int:
         """Optimiser steps of a run over ``n_examples``: ``epochs`` passes, at most ``max_steps``."""
-        steps = max(1, -(-self.epochs * n_examples // self.global_batch_size))
+        steps = max(1, -(-self.epochs * n_examples // self.examples_per_step))
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def module(self, components: Components) -> MethodModule:
@@ -138,18 +144,33 @@ class Refrag(Recipe):
     """Settings of refrag; see ``Recipe`` for the shared ones.
 
     Attributes:
-        objective: how rewards enter the loss.
-        target: which answer is trained on: the ``given`` gold one or the ``sampled`` one that was rewarded.
+        objective: how rewards enter the loss; with ``none`` they don't.
+        target: which answer is trained on: the ``given`` gold one or the ``sampled`` one that was rewarded; of
+            ``reward_weighted`` only.
         weight_floor: weight of an example whose answer earned nothing, in [0, 1); used with ``target: given`` only.
-        temperature: of the rewarded answers; 0 is greedy.
+        temperature: of the rewarded answers; 0 is greedy. Null: 0, and 1 for ``policy_gradient``, which takes no other.
+        group_size: rollouts of one question; of ``policy_gradient`` only, as are the next two.
+        clip_range: how far the ratio of probabilities counts, around 1.
+        kl_coef: weight of the divergence from the start model; 0 does without that model.
+        warmup: what the first ``trace_steps`` optimiser steps learn instead of the objective.
+        trace_steps: steps on gold traces.
+        order: where the question stands, one of ``refragkit.data.conversation.ORDERS``.
+        first_query: who writes the first query where ``retriever.planner=model``; the model writes all later ones.
         max_hops: searches for one question at most.
         top_k_per_hop: passages of one search.
     """
 
-    objective: Literal["reward_weighted"]
+    objective: Literal["reward_weighted", "policy_gradient", "none"]
     target: Literal["given", "sampled"]
     weight_floor: float
-    temperature: float
+    temperature: float | None
+    group_size: int
+    clip_range: float
+    kl_coef: float
+    warmup: Literal["none", "gold_traces"]
+    trace_steps: int
+    order: Literal["question_first", "documents_first", "sandwich"]
+    first_query: Literal["question", "model"]
     max_hops: int
     top_k_per_hop: int
 
@@ -158,21 +179,153 @@ class Refrag(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_hops", "top_k_per_hop"):
+        for name in ("max_hops", "top_k_per_hop", "trace_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
         if not 0 <= self.weight_floor < 1:
             raise ConfigError(f"method.weight_floor: expected a number in [0, 1), got {self.weight_floor}")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(
-                f"method.temperature: expected a finite number, 0 or more, got {self.temperature}"
-            )
+        if self.temperature is not None:
+            _check_finite("temperature", self.temperature)
+        if not 0 < self.clip_range < 1:
+            raise ConfigError(f"method.clip_range: expected a number in (0, 1), got {self.clip_range}")
+        _check_finite("kl_coef", self.kl_coef)
+        if self.objective == "policy_gradient":
+            if self.group_size < 2:
+                raise ConfigError(
+                    f"method.group_size: expected at least 2, got {self.group_size}; policy_gradient compares the"
+                    " rollouts of a question with each other"
+                )
+            if self.temperature not in (None, 1):
+                raise ConfigError(
+                    f"method.temperature={self.temperature}: policy_gradient samples from the very probabilities that"
+                    " it changes, at temperature 1; leave it null"
+                )
+
+    @property
+    def rollout_temperature(self) -> float:
+        """``temperature``, or the objective's own."""
+        if self.temperature is not None:
+            return float(self.temperature)
+        return 1.0 if self.objective == "policy_gradient" else 0.0
 
     def module(self, components: Components) -> RefragModule:
         """The Lightning module."""
+        if self.objective == "policy_gradient":
+            from refragkit.methods.policy_gradient import PolicyGradientModule
+
+            return PolicyGradientModule(self, components)
         from refragkit.methods.refrag import RefragModule
 
         return RefragModule(self, components)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rft(Recipe):
+    """Settings of rft; see ``Recipe`` for the shared ones.
+
+    Attributes:
+        num_prompts_per_step: prompts that are sampled from and learnt in one optimiser step, where there are no rounds.
+        num_samples_per_prompt: answers sampled from each.
+        top_k: of which at most so many are learnt; null: half of them, rounded up.
+        temperature: of the samples.
+        top_p: sample from the fewest likeliest tokens that hold this much probability.
+        min_reward: of a sample that is good enough to be learnt.
+        selection: which of those are learnt, see ``refragkit.methods.selection``.
+        distinct_by: what makes two samples of a prompt the same.
+        check_equations: reject samples whose calculator annotations are wrong.
+        add_given: learn the given answer of each prompt too.
+        rounds: sample for all prompts, learn, and begin again, so many times in the run; null: sample in every step.
+        rollouts: a file or folder of samples to learn from instead of sampling.
+        ema_decay: of the average of the weights that is evaluated and exported; 0: no average.
+        ema_start_step: first optimiser steps that the average leaves out.
+        eval_samples_per_prompt: samples for pass@k in each evaluation; 0: none.
+    """
+
+    num_prompts_per_step: int
+    num_samples_per_prompt: int
+    top_k: int | None
+    temperature: float
+    top_p: float
+    min_reward: float
+    selection: Literal["best", "random", "best_overall", "all_correct", "recorded"]
+    distinct_by: Literal["equations", "text"]
+    check_equations: bool
+    add_given: bool
+    rounds: int | None
+    rollouts: str | None
+    ema_decay: float
+    ema_start_step: int
+    eval_samples_per_prompt: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_prompts_per_step", "num_samples_per_prompt"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
+        samples = self.num_samples_per_prompt
+        if self.top_k is not None and not 1 <= self.top_k <= samples:
+            raise ConfigError(
+                f"method.top_k: expected null or 1 to method.num_samples_per_prompt={samples}, got {self.top_k};"
+                " with none kept there is nothing to learn"
+            )
+        if self.rounds is not None and self.rounds < 1:
+            raise ConfigError(f"method.rounds: expected null or at least 1, got {self.rounds}")
+        for name in ("temperature", "ema_start_step", "eval_samples_per_prompt"):
+            _check_finite(name, getattr(self, name))
+        if self.temperature == 0 and samples > 1 and self.rollouts is None:
+            raise ConfigError(
+                f"method.temperature=0 makes all {samples} samples of a prompt the same; raise it, or set"
+                " method.num_samples_per_prompt=1"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"method.top_p: expected a number in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_reward <= 1:
+            raise ConfigError(f"method.min_reward: expected a number from 0 to 1, got {self.min_reward}")
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(f"method.ema_decay: expected a number in [0, 1), got {self.ema_decay}")
+        if self.selection == "recorded" and self.rollouts is None:
+            raise ConfigError(
+                "method.selection=recorded takes the samples that a file marks as kept; set method.rollouts=FILE"
+            )
+
+    @property
+    def kept_per_prompt(self) -> int:
+        """``top_k``, or its default."""
+        return self.top_k or (self.num_samples_per_prompt + 1) // 2
+
+    @property
+    def examples_per_step(self) -> int:
+        """Prompts of one step."""
+        return self.num_prompts_per_step
+
+    def n_steps(self, n_examples: int) -> int:
+        """Optimiser steps of a run over ``n_examples`` prompts.
+
+        ``epochs`` passes over them, in each round anew, at most ``max_steps``. Without rounds, a file of rollouts has
+        as many steps as were taken when it was sampled; ``max_steps`` may ask for more and goes through it again.
+
+        Raises:
+            DataError: the file can't be read.
+            ConfigError: there are more rounds than steps.
+        """
+        if self.rounds is None and self.rollouts is not None:
+            from refragkit.methods.rollout_file import by_step, read_rollouts
+
+            return self.max_steps or len(by_step(read_rollouts(self.rollouts), self.rollouts))
+        rounds = self.rounds or 1
+        steps = rounds * max(1, -(-self.epochs * n_examples // self.num_prompts_per_step))
+        steps = steps if self.max_steps is None else min(steps, self.max_steps)
+        if steps < rounds:
+            raise ConfigError(
+                f"method.rounds={rounds} is more than the {steps} steps of the run; raise method.max_steps"
+            )
+        return steps
+
+    def module(self, components: Components) -> RftModule:
+        """The Lightning module."""
+        from refragkit.methods.rft import RftModule
+
+        return RftModule(self, components)
 
 
 @dataclass(frozen=True, kw_only=True)

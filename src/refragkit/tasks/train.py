@@ -112,6 +112,8 @@ def _fit(run: Run, recipe: Recipe) -> None:
         seed=run.seed,
         from_scratch=run.model_path is None,
         log_metrics=run.log_metrics,
+        train=data.train,
+        folder=run.folder,
     )
     module = recipe.module(components)
     # A method may freeze what it doesn't train.
@@ -123,7 +125,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
         f"{run.summary.trainable_parameters:,}",
         model.block_pattern,
     )
-    loader = data.train_loader(recipe.global_batch_size, n_steps)
+    loader = data.train_loader(recipe.examples_per_step, n_steps)
     hardware = run.hardware
     evaluation = Evaluation(
         run.folder,
@@ -150,10 +152,10 @@ def _fit(run: Run, recipe: Recipe) -> None:
         default_root_dir=run.folder,
     )
     log.info(
-        "training: %d steps of %d examples (%d micro batches each), %d training and %d validation examples in use, %s",
+        "training: %d steps of %d examples (micro batches of %d), %d training and %d validation examples in use, %s",
         n_steps,
-        recipe.global_batch_size,
-        hardware.gradient_accumulation(recipe.global_batch_size),
+        recipe.examples_per_step,
+        module.micro_batch_size,
         len(data.train),
         min(len(data.validation), recipe.eval_batches * recipe.global_batch_size),
         hardware.resolved_precision(),
@@ -196,6 +198,7 @@ def _save_progress(run: Run, module: MethodModule) -> None:
         "metrics": "metrics.csv",
         "training_plot": "plots/training.png",
         "samples": "samples.jsonl",
+        "rollouts": "rollouts",
         "best_checkpoint": "checkpoints/best.ckpt",
         "last_checkpoint": "checkpoints/last.ckpt",
     }
@@ -214,8 +217,10 @@ def _export(run: Run, model: Any) -> None:
     if run.cfg.choices.adapter != "none":
         from refragkit.adapters.lora import merge_into_base
         from refragkit.adapters.peft_format import save_adapter
+        from refragkit.models.weights_hash import weights_hash
 
-        save_adapter(model, run.folder / "adapter")
+        base = None if run.model_path is None else weights_hash(run.model_path)
+        save_adapter(model, run.folder / "adapter", base)
         run.artifact("adapter", run.folder / "adapter")
         if run.model_path is not None:
             return
