@@ -83,7 +83,12 @@ class SequenceModel(nn.Module, ABC):
     @property
     @abstractmethod
     def head_weight(self) -> Tensor:
-        """The output head ``[vocab, d_model]``."""
+        """The output head ``[vocab, d_model]``; int8 where ``head_scale`` belongs to it."""
+
+    @property
+    def head_scale(self) -> Tensor | None:
+        """Scales ``[vocab]`` of an int8 head (see :mod:`refragkit.ops.int8`); None for one in floating point."""
+        return None
 
     @abstractmethod
     def parameter_counts(self) -> dict[str, int]:

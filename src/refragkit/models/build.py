@@ -16,6 +16,8 @@ from refragkit.models.config import SIZES, ModelConfig
 from refragkit.models.hybrid import HybridLM
 from refragkit.models.location import model_location
 from refragkit.models.pretrained import SMOLLM2_HYBRID, resolve_pretrained
+from refragkit.models.quantize import Quantization, checked_quantization, quantize_int8
+from refragkit.ops.int8 import quantize_rows
 
 DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_CACHE_DIR = Path("outputs", "cache")
@@ -31,6 +33,7 @@ def build_model(
     seed: int = 0,
     device: str = "cpu",
     cache_dir: str | Path | None = None,
+    quantize: str | None = None,
 ) -> SequenceModel:
     """Build the model that a configuration node describes.
 
@@ -41,6 +44,8 @@ def build_model(
         seed: of the initial weights, which depend on nothing else; in particular not on torch's global state.
         device: where to put them; ``meta`` allocates nothing.
         cache_dir: where pretrained models that have to be converted are kept; None for ``outputs/cache``.
+        quantize: ``int8`` or ``bf16`` for frozen weights of that form: read or drawn part by part, so that the model
+            never exists in float32; see :func:`refragkit.models.checkpoint.load_model`.
 
     Raises:
         ConfigError: an unknown target, argument or size, values that don't fit together, a pretrained model of another
@@ -87,8 +92,10 @@ def build_model(
             f"model.vocab_size is {fixed}, but the tokenizer has {vocab_size} entries: ids would fall outside the "
             f"embedding. Set model.vocab_size to at least {vocab_size}, or choose the tokenizer that belongs to it."
         )
+    quantization = checked_quantization(quantize)
     try:
-        model = cast(SequenceModel, function(**arguments, seed=seed, device=device))
+        made_on = device if quantization is None else "meta"
+        model = cast(SequenceModel, function(**arguments, seed=seed, device=made_on))
     except TypeError as error:
         raise ConfigError(f"model: {target} does not take these arguments: {error}") from error
     if loaded and vocab_size is not None and model.vocab_size < vocab_size:
@@ -98,6 +105,20 @@ def build_model(
             " ids would fall outside the embedding. Choose the tokenizer that belongs to the model"
             " (data.tokenizer=null takes the one in its folder)."
         )
+    if quantization is None or device == "meta":
+        return model
+    checkpointing = model.gradient_checkpointing
+    if not loaded:
+        return build_from_config(
+            model.config,
+            seed=seed,
+            device=device,
+            gradient_checkpointing=checkpointing,
+            quantize=quantization,
+        )
+    location = Path(arguments["init"]) if path is None else model_location(path)
+    model = load_model(location, device=device, quantize=quantization)
+    model.gradient_checkpointing = checkpointing
     return model
 
 
@@ -171,17 +192,57 @@ def fitting_options(config: ModelConfig) -> list[str]:
 
 
 def build_from_config(
-    config: ModelConfig, *, seed: int = 0, device: str = "cpu", gradient_checkpointing: bool = False
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    gradient_checkpointing: bool = False,
+    quantize: Quantization | None = None,
 ) -> HybridLM:
-    """Build a stack with seeded weights from its exact shape."""
+    """Build a stack with seeded weights from its exact shape.
+
+    With ``quantize`` one mixer or MLP at a time is drawn in float32, the same numbers as without, and turned into
+    frozen int8 or bfloat16 weights.
+    """
     with torch.device("meta"):
         model = HybridLM(config, gradient_checkpointing=gradient_checkpointing)
     if torch.device(device).type == "meta":
+        return model
+    if quantize is not None:
+        _draw_quantized(model, seed, device, quantize)
         return model
     model.to_empty(device=device)
     model.tie_weights()
     model.init_weights(seed)
     return model
+
+
+def _draw_quantized(model: HybridLM, seed: int, device: str, quantize: Quantization) -> None:
+    """Allocate a model that is on the meta device, and fill it with seeded weights of another type, part by part.
+
+    What stays is allocated first, so that what goes leaves no holes in the heap.
+    """
+    with torch.device("meta"):
+        drawn = HybridLM(model.config)
+    if quantize == "int8":
+        quantize_int8(model)
+    else:
+        model.to(torch.bfloat16)
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.requires_grad_(False)
+    kept = model.state_dict()
+    for path in drawn.parts():
+        part = drawn.get_submodule(path).to_empty(device=device)
+        drawn.init_part(path, seed)
+        for name, weight in part.named_parameters(prefix=path):
+            if kept[name].dtype == torch.int8:
+                values, scale = quantize_rows(weight)
+                kept[name].copy_(values)
+                kept[f"{name.removesuffix('weight')}scale"].copy_(scale)
+            else:
+                kept[name].copy_(weight.detach())
+        part.to("meta")
 
 
 def mamba(

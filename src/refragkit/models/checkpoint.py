@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from refragkit.models.base import SequenceModel
 from refragkit.models.config import ModelConfig
 from refragkit.models.formats import RWKV7_ORIGINAL, Entry, Layout, find_layout, layout_for_export
 from refragkit.models.hybrid import HybridLM
+from refragkit.models.quantize import checked_quantization, is_int8, quantize_int8
 from refragkit.models.tensors import TensorSource, open_tensors
+from refragkit.ops.int8 import dequantize_rows, quantize_rows
 
 FORMAT_VERSION = 1
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -44,7 +47,7 @@ def save_model(
     """Write a model to a folder. Each file appears whole or not at all; tied weights are stored once.
 
     Args:
-        model: what to write; its dtype is kept.
+        model: what to write; its dtype is kept, but for int8 weights, which become float32.
         path: the folder; created if absent.
         tokenizer: saved beside the weights if given; its ``pad_id`` and ``end_id`` go into a Hugging Face
             configuration.
@@ -63,7 +66,8 @@ def save_model(
     elif format == "hf":
         layout, values = layout_for_export(model.config)
         entries = layout.entries(model.config)
-        values["torch_dtype"] = str(model.head_weight.dtype).removeprefix("torch.")
+        dtype = torch.float32 if is_int8(model) else model.head_weight.dtype
+        values["torch_dtype"] = str(dtype).removeprefix("torch.")
         for key, attribute in (("pad_token_id", "pad_id"), ("eos_token_id", "end_id")):
             values[key] = getattr(tokenizer, attribute, None)
     else:
@@ -78,7 +82,10 @@ def save_model(
     tensors: dict[str, Tensor] = {}
     for entry in entries:
         if not (model.config.tie_embeddings and entry.ours == "lm_head.weight"):
-            tensors[entry.theirs] = entry.dump(weights[entry.ours].detach()).contiguous()
+            weight = weights[entry.ours].detach()
+            if weight.dtype == torch.int8:
+                weight = dequantize_rows(weight, weights[_scale_of(entry.ours)])
+            tensors[entry.theirs] = entry.dump(weight).contiguous()
 
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,17 +112,25 @@ def load_model(
         dtype: of the parameters, a torch dtype or its name; None keeps the stored one. A file that mixes types gets
             the embedding's, but for decays and their biases, which may be more precise.
         device: where to put them.
-        quantize: not available yet; must be None.
+        quantize: ``int8`` rounds linear layers and the embedding while they are read (see
+            :mod:`refragkit.models.quantize`): no more than one of them is held in floating point at a time. The rest is
+            float32, and the model is frozen. ``bf16`` is the same as ``dtype="bfloat16"``.
 
     Raises:
         CheckpointError: nothing there, a broken file, an unknown layout, settings that aren't implemented, or keys
             or shapes that don't fit (all are listed).
+        ConfigError: an unknown ``quantize``, or one that contradicts ``dtype``.
     """
-    wanted_dtype = _dtype(dtype)
-    if quantize is not None:
-        raise CheckpointError(f"quantize={quantize!r} is not available; leave it null")
-    contents = _open(Path(path))
-    return _assemble(contents, wanted_dtype, device)
+    wanted_dtype, quantization = _dtype(dtype), checked_quantization(quantize)
+    if quantization is not None:
+        fixed = torch.float32 if quantization == "int8" else torch.bfloat16
+        if wanted_dtype not in (None, fixed):
+            raise ConfigError(
+                f"quantize={quantize} keeps what it doesn't round in {str(fixed).removeprefix('torch.')}; got"
+                f" dtype={dtype}, leave it null"
+            )
+        wanted_dtype = fixed
+    return _assemble(_open(Path(path)), wanted_dtype, device, int8=quantization == "int8")
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -207,10 +222,14 @@ def _empty_model(config: ModelConfig) -> HybridLM:
         return HybridLM(config)
 
 
-def _assemble(contents: _Contents, dtype: torch.dtype | None, device: str) -> HybridLM:
+def _assemble(contents: _Contents, dtype: torch.dtype | None, device: str, int8: bool = False) -> HybridLM:
     """Make a model of a source's tensors, one at a time, without initialising anything first."""
     config, source, head = contents.config, contents.source, contents.head
     model = _empty_model(config)
+    if int8:
+        quantize_int8(model)
+        model.to_empty(device=device)  # what stays is allocated first: what goes leaves no holes in the heap
+        model.tie_weights()
     expected = model.state_dict()
     table = {entry.theirs: entry for entry in contents.entries}
     if config.tie_embeddings:
@@ -232,24 +251,46 @@ def _assemble(contents: _Contents, dtype: torch.dtype | None, device: str) -> Hy
     tensors: dict[str, Tensor] = {}
     embedding = next(name for name, entry in table.items() if entry.ours == "embed_tokens.weight")
     common = dtype or source.read(embedding).dtype
-    for name, entry in table.items():
+    # The largest first: in floating point it is best held while there is little else
+    for name in sorted(table, key=lambda name: -math.prod(shapes[name])):
+        entry = table[name]
         tensor = entry.load(source.read(name))
         if not tensor.is_floating_point():
             raise CheckpointError(f"{source.description}: {name} is {tensor.dtype}, expected floating point")
+        if expected[entry.ours].dtype == torch.int8:
+            values, scale = _rounded(tensor, f"{source.description}: {name}")
+            tensors[entry.ours] = expected[entry.ours].copy_(values)
+            tensors[_scale_of(entry.ours)] = expected[_scale_of(entry.ours)].copy_(scale)
+            continue
         # A copy of its own: it doesn't hang on the mapped file, and its layout in memory (which decides the order
         # of summation in matrix products) is that of a tensor that was never on disk
         kept = dtype is None and entry.ours.endswith(_ANY_PRECISION)
         copied = torch.empty(tensor.shape, dtype=tensor.dtype if kept else common, device=device)
         tensors[entry.ours] = copied.copy_(tensor)
+    del tensor
     if config.tie_embeddings and head in shapes:
-        stored = source.read(head).to(device=device, dtype=tensors["embed_tokens.weight"].dtype)
-        if not torch.equal(stored, tensors["embed_tokens.weight"]):
+        stored = source.read(head)
+        stored = _rounded(stored, head)[0] if int8 else stored.to(dtype=common)
+        if not torch.equal(stored.to(device), tensors["embed_tokens.weight"]):
             raise CheckpointError(
                 f"{source.description}: the configuration ties the head to the embedding, but {head} differs from it"
             )
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     return model
+
+
+def _rounded(tensor: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """A weight as int8, and its scales."""
+    try:
+        return quantize_rows(tensor)
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
+def _scale_of(weight: str) -> str:
+    """The name of an int8 weight's scales."""
+    return f"{weight.removesuffix('weight')}scale"
 
 
 def _listed(names: list[str]) -> str:

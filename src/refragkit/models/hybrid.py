@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from refragkit.models.base import ModelOutput, SequenceModel
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.attention import Attention
+from refragkit.models.layers.int8 import Int8Embedding, Int8Linear
 from refragkit.models.layers.linear import Linear
 from refragkit.models.layers.mamba2 import Mamba2
 from refragkit.models.layers.mlp import ChannelMix, SwiGLU
@@ -117,29 +119,44 @@ class HybridLM(SequenceModel):
 
     def tie_weights(self) -> None:
         """Let the head be the embedding where the configuration says so (again, after a device move)."""
-        if self.config.tie_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        if not self.config.tie_embeddings:
+            return
+        if isinstance(self.embed_tokens, Int8Embedding):
+            embedding, meta = self.embed_tokens, torch.device("meta")
+            head = Int8Linear(embedding.embedding_dim, embedding.num_embeddings, False, meta)
+            head.scale = embedding.scale
+            self.lm_head = head.train(self.training)
+        self.lm_head.weight = self.embed_tokens.weight
 
-    @torch.no_grad()
+    def parts(self) -> Iterator[str]:
+        """Paths of the modules that weights are drawn for, each on its own; a tied head is not one."""
+        yield "embed_tokens"
+        if not self.config.tie_embeddings:
+            yield "lm_head"
+        for name in ("embedding_norm", "norm"):
+            if getattr(self, name) is not None:
+                yield name
+        for index, block in enumerate(self.blocks):
+            for name in ("mixer_norm", "mixer", "mlp_norm", "mlp"):
+                if getattr(block, name) is not None:
+                    yield f"blocks.{index}.{name}"
+
     def init_weights(self, seed: int) -> None:
         """Draw all weights. Each module's depend on the seed and its own name only."""
-        generator = torch.Generator(device=self.embed_tokens.weight.device)
+        for path in self.parts():
+            self.init_part(path, seed)
 
-        def seeded(name: str) -> torch.Generator:
-            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-            return generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-
-        nn.init.normal_(self.embed_tokens.weight, 0.0, _EMBEDDING_STD, generator=seeded("embed_tokens"))
-        if not self.config.tie_embeddings:
-            nn.init.normal_(self.lm_head.weight, 0.0, _EMBEDDING_STD, generator=seeded("lm_head"))
-        for norm in (self.embedding_norm, self.norm):
-            if norm is not None:
-                norm.init_weights(generator)
-        for index, block in enumerate(self.blocks):
-            for part in ("mixer_norm", "mixer", "mlp_norm", "mlp"):
-                module = getattr(block, part)
-                if module is not None:
-                    module.init_weights(seeded(f"blocks.{index}.{part}"))
+    @torch.no_grad()
+    def init_part(self, path: str, seed: int) -> None:
+        """Draw the weights of one of :meth:`parts`."""
+        module = self.get_submodule(path)
+        digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device=next(module.parameters()).device)
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        if path in ("embed_tokens", "lm_head"):
+            nn.init.normal_(module.get_parameter("weight"), 0.0, _EMBEDDING_STD, generator=generator)
+        else:
+            cast(RMSNorm, module).init_weights(generator)
 
     def hidden_states(
         self,
@@ -270,10 +287,21 @@ class HybridLM(SequenceModel):
         """See :attr:`SequenceModel.head_weight`."""
         return self.lm_head.weight
 
+    @property
+    def head_scale(self) -> Tensor | None:
+        """See :attr:`SequenceModel.head_scale`."""
+        return self.lm_head.scale if isinstance(self.lm_head, Int8Linear) else None
+
+    @property
+    def _stream_dtype(self) -> torch.dtype:
+        """The type of the residual stream as it leaves the embedding."""
+        weight = self.embed_tokens.weight
+        return weight.dtype if weight.is_floating_point() else torch.float32
+
     def empty_state(self, batch: int) -> ModelState:
         """The state before the first token."""
         config, weight = self.config, self.embed_tokens.weight
-        precise = torch.promote_types(weight.dtype, torch.float32)
+        precise = torch.promote_types(self._stream_dtype, torch.float32)
         lengths = torch.zeros(batch, dtype=torch.int64, device=weight.device)
 
         def zeros(*shape: int, dtype: torch.dtype = precise) -> Tensor:
@@ -282,7 +310,7 @@ class HybridLM(SequenceModel):
         blocks: list[BlockState] = []
         for kind in self.block_pattern:
             if kind == "T":
-                cache = zeros(config.n_kv_heads, 0, config.head_dim, dtype=weight.dtype)
+                cache = zeros(config.n_kv_heads, 0, config.head_dim, dtype=self._stream_dtype)
                 blocks.append(KVCache(cache, cache, lengths))
             elif kind == "M":
                 channels = config.d_inner + 2 * config.n_groups * config.d_state
@@ -300,7 +328,7 @@ class HybridLM(SequenceModel):
 
     def state_bytes(self, batch: int, tokens: int) -> int:
         """See :meth:`SequenceModel.state_bytes`."""
-        config, item = self.config, self.embed_tokens.weight.element_size()
+        config, item = self.config, self._stream_dtype.itemsize
         precise = max(4, item)
         channels = config.d_inner + 2 * config.n_groups * config.d_state
         shifts = 2 if config.mlp == "channel_mix" else 1

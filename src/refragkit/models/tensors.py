@@ -66,7 +66,7 @@ class _SafeTensors:
     def __init__(self, files: list[Path], description: str) -> None:
         self.description = description
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, Path] = {}
         for path in files:
             try:
                 file: Any = safe_open(path, framework="pt")
@@ -74,10 +74,16 @@ class _SafeTensors:
                 raise CheckpointError(f"{path} is broken: {error}") from error
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
-                self._files[name] = file
+                self._files[name] = path
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
+        # A mapping of its own, which ends with the tensor: pages of a file that stays open add up to all of it
+        path = self._files[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is broken: {error}") from error
         return tensor
 
 

@@ -33,8 +33,8 @@ from refragkit.ops.precision import cpu_has_bf16
 
 _LARGEST = 127  # -128 would make the range lopsided
 _ROTATED_CHANNELS = 64
-# Of a weight, turned into floating point at once: 16 MiB in float32
-_PIECE_ELEMENTS = 4 * 2**20
+# Of a weight, turned into floating point at once: 4 MiB in float32
+_PIECE_ELEMENTS = 2**20
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
