@@ -34,6 +34,18 @@ def test_plot_is_a_png_with_one_panel_per_kind_of_metric(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one.png", "plots"]
 
 
+def test_more_than_four_panels_take_a_second_line(tmp_path: Path) -> None:
+    sizes = []
+    rows = [{"step": 1, "train/loss": 2.0, "reward/total": 0.5}]
+    for more in ({"rollout/acceptance_rate": 0.5}, {"rollout/completion_tokens": 9.0}, {"val/pass@4": 0.1}):
+        rows.append({"step": 2, **more})
+        path = plot_training(rows, tmp_path / "a.png")
+        assert path is not None
+        sizes.append(struct.unpack(">II", path.read_bytes()[16:24]))
+    (three, high), (four, same), (five, higher) = sizes
+    assert (4 * three, high) == (3 * four, same) and (five, higher) == (four, 2 * high)
+
+
 def test_same_rows_same_bytes(tmp_path: Path) -> None:
     first, second = plot_training(ROWS, tmp_path / "a.png"), plot_training(ROWS, tmp_path / "b.png")
     assert first is not None

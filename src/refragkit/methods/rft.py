@@ -257,6 +257,7 @@ class RftModule(MethodModule):
             "rollout/kept": len(kept),
             "rollout/prompts": len(rollouts),
             "rollout/prompts_without_kept": sum(not r.kept for r in rollouts),
+            "rollout/prompts_without_kept_share": _mean([not r.kept for r in rollouts]),
             "rollout/completion_tokens": _mean([len(s.token_ids) for s in samples]),
             "rollout/finished_rate": _mean([s.finished for s in samples]),
         }

@@ -93,7 +93,7 @@ def dry_run(run: Run, recipe: Recipe) -> None:
     corpus = len(data.corpus) if data.corpus is not None else 0
     console.print(
         f"data: {len(data.train):,} training and {len(data.validation):,} validation examples, {corpus:,} passages\n"
-        f"steps: {n_steps:,} of {recipe.global_batch_size} examples"
+        f"steps: {n_steps:,} of {recipe.examples_per_step} examples"
         f" ({hardware.world_size} devices x {accumulation} micro batches of {micro_batch})",
         highlight=False,
     )

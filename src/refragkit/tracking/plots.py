@@ -26,13 +26,35 @@ _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
             "answer": "reward/answer",
             "relevance": "reward/relevance",
             "efficiency": "reward/efficiency",
+            "of what is kept": "reward/kept",
         },
     ),
     (
+        "Samples (share)",
+        {
+            "accepted": "rollout/acceptance_rate",
+            "distinct": "rollout/distinct_rate",
+            "finished": "rollout/finished_rate",
+            "prompts without any kept": "rollout/prompts_without_kept_share",
+        },
+    ),
+    ("Completion (tokens)", {"mean length": "rollout/completion_tokens"}),
+    ("Tokens/s", {"sampling": "rollout/tokens_per_second", "learning": "train/learn_tokens_per_second"}),
+    (
         "Validation answers",
-        {"F1": "val/f1", "exact match": "val/em", "support recall": "val/support_recall"},
+        {
+            "F1": "val/f1",
+            "exact match": "val/em",
+            "support recall": "val/support_recall",
+            "reward": "val/reward_total",
+        },
+    ),
+    (
+        "Validation samples",
+        {"reward": "val/sampled_reward", **{f"pass@{k}": f"val/pass@{k}" for k in (1, 2, 4, 8, 16)}},
     ),
 )
+_MOST_COLUMNS = 4
 # Above this many points a curve is noise without a running mean.
 _SMOOTH_FROM_POINTS = 20
 
@@ -55,7 +77,7 @@ def series(rows: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], list
 
 
 def plot_training(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path | None:
-    """Draws losses, reward parts and validation scores by step into one PNG, written atomically.
+    """Draws losses, reward parts, samples and validation scores by step into one PNG, written atomically.
 
     Args:
         rows: ``{"step": int, "train/loss": float, "val/loss": ..., "reward/total": ...}``; each row may
@@ -79,9 +101,14 @@ def plot_training(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path |
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(5.0 * len(panels), 3.6), dpi=120, layout="constrained")
+    columns = min(_MOST_COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5.0 * columns, 3.6 * lines), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    places = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for axes in places[len(panels) :]:
+        axes.remove()
+    for axes, (title, curves) in zip(places, panels, strict=False):
         for index, (label, steps, values) in enumerate(curves):
             color = f"C{index}"
             few = len(values) < _SMOOTH_FROM_POINTS
@@ -97,7 +124,7 @@ def plot_training(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path |
             )
             if not few:
                 axes.plot(steps, running_mean(values), color=color, label=label, linewidth=1.6)
-        if title.startswith(("Reward", "Validation")):
+        if title.startswith(("Reward", "Validation", "Samples")):
             axes.set_ylim(-0.03, 1.03)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(title, fontsize=10)
