@@ -40,12 +40,8 @@ def export(
     from refragkit.tasks.trained_model import check_run, trained_model
 
     check_run(run)
-    folder = run.folder / "model" if export_dir is None else Path(export_dir).expanduser().absolute()
-    if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
-        raise ConfigError(
-            f"export_dir: {folder} is not an empty folder; give a new one, so that nothing is mixed up"
-        )
-    tokenizer = _tokenizer(run)
+    folder = new_folder(export_dir, run.folder / "model", "export_dir")
+    tokenizer = tokenizer_beside(run)
     model = trained_model(run, tokenizer, adapter_path)
     if adapter_path is not None:
         log.info("merged %d LoRA layers", merge_into_base(model))
@@ -58,7 +54,26 @@ def export(
     run.log_metrics({"export/bytes": sum(file.stat().st_size for file in folder.iterdir())}, step=0)
 
 
-def _tokenizer(run: Run) -> Tokenizer | None:
+def new_folder(path: str | None, default: Path, key: str) -> Path:
+    """The folder that a task writes, which is not to hold anything yet.
+
+    Args:
+        path: what the configuration says.
+        default: where that is None.
+        key: the setting, for messages.
+
+    Raises:
+        ConfigError: there is something in it.
+    """
+    folder = default if path is None else Path(path).expanduser().absolute()
+    if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
+        raise ConfigError(
+            f"{key}: {folder} is not an empty folder; give a new one, so that nothing is mixed up"
+        )
+    return folder
+
+
+def tokenizer_beside(run: Run) -> Tokenizer | None:
     """The tokenizer to save beside the weights: the configured one, or the model folder's if it has one."""
     from refragkit.data.tokenizer import has_tokenizer
 

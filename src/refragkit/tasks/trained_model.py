@@ -1,4 +1,4 @@
-"""The trained model that ``task=generate``, ``chat`` and ``export`` work with, and where it is."""
+"""The trained model that ``task=generate``, ``chat``, ``export`` and ``merge`` work with, and where it is."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def trained_model(run: Run, tokenizer: Tokenizer | None, adapter_path: str | Non
     model = run.build_model(tokenizer, any_kind=True)
     if adapter_path is not None:
         from refragkit.adapters.peft_format import load_adapter
+        from refragkit.models.weights_hash import weights_hash
 
-        load_adapter(model, _adapter_location(adapter_path))
+        load_adapter(model, adapter_location(adapter_path), base_hash=weights_hash(str(run.model_path)))
     run.summary.total_parameters = sum(parameter.numel() for parameter in model.parameters())
     run.summary.trainable_parameters = 0
     if hardware.precision == "bf16-true":
@@ -73,13 +74,24 @@ def trained_model(run: Run, tokenizer: Tokenizer | None, adapter_path: str | Non
     return model
 
 
-def _adapter_location(path: str) -> Path:
+def adapter_location(path: str, key: str = "adapter_path") -> Path:
+    """The folder of an adapter, or its file of weights.
+
+    Args:
+        path: that, or the folder of the run that trained it.
+        key: the setting that holds the path, for messages.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     given = Path(path).expanduser()
+    if given.is_file() and given.suffix == ".safetensors":
+        return given
     for folder in (given, given / "adapter"):
         if (folder / "adapter_config.json").is_file():
             return folder
     raise CheckpointError(
-        f"adapter_path: {given} "
+        f"{key}: {given} "
         + ("holds no adapter (no adapter_config.json)" if given.exists() else "does not exist")
         + "; expected an adapter's folder or that of the run that trained it"
     )
