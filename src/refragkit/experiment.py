@@ -134,7 +134,13 @@ class Run:
             cfg |= {"init": None, "path": self.model_path}
         added = start is not None and tokenizer is not None and tokenizer.added_ids
         vocab_size = None if tokenizer is None or added else tokenizer.vocab_size
-        model = build_model(cfg, vocab_size=vocab_size, seed=self.seed, cache_dir=self.cache_dir)
+        model = build_model(
+            cfg,
+            vocab_size=vocab_size,
+            seed=self.seed,
+            cache_dir=self.cache_dir,
+            quantize=self.cfg.adapter.get("quantize"),
+        )
         if tokenizer is not None and added:
             embed_added_tokens(model, tokenizer)
         return model

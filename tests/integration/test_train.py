@@ -236,6 +236,8 @@ def test_the_micro_batch_size_changes_no_gradient(outputs: Path) -> None:
         ("method=refrag", "model=hybrid", "method.target=sampled", "method.temperature=1.0"),
         ("method=refrag", "model=mamba", "retriever=gold"),
         ("method=lora", "model=rwkv-qwen"),
+        ("method=lora", "model=rwkv-qwen", "adapter.quantize=int8"),
+        ("method=lora", "model=hybrid", "adapter.quantize=bf16", "hardware.precision=32-true"),
         ("method=refrag", "adapter=lora", "adapter.blocks=all", "model=hybrid"),
     ],
     ids=" ".join,
@@ -250,6 +252,8 @@ def test_methods_models_and_retrievers_combine(outputs: Path, overrides: tuple[s
         assert (folder / "adapter" / "adapter_model.safetensors").exists()
         # The base had random weights, so the merged model is kept beside the adapter.
         assert load_model(folder / "model").block_pattern
+        saved = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        assert saved and all("lora_" in name for name in saved)
 
 
 def test_training_lowers_the_loss(outputs: Path) -> None:

@@ -19,7 +19,10 @@ from refragkit.errors import CheckpointError, ConfigError
 from refragkit.models import pretrained
 from refragkit.models.build import build_model, fitting_options, hybrid, mamba, rwkv_qwen, transformer
 from refragkit.models.checkpoint import load_model, read_config, save_model
+from refragkit.models.hybrid import HybridLM
+from refragkit.models.layers.int8 import Int8Rows
 from refragkit.models.pretrained import resolve_pretrained
+from refragkit.models.quantize import quantize_int8
 from refragkit.models.vocabulary import embed_added_tokens
 
 SHAPE = {"vocab_size": 300, "size": "tiny"}
@@ -322,6 +325,29 @@ def test_added_tokens_get_rows_of_their_own(plain_tokenizer: Path, tied: bool, s
     model(ids).logits.sum().backward()
     gradient = model.get_parameter("embed_tokens.weight").grad
     assert gradient is not None and gradient[added["<|user|>"]].abs().sum() > 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("spare", [3, 20])
+def test_added_tokens_get_int8_rows(plain_tokenizer: Path, tied: bool, spare: int) -> None:
+    tokenizer = Tokenizer.load(plain_tokenizer)
+    added = tokenizer.added_ids
+    known = tokenizer.vocab_size - len(added)
+    plain = transformer(size="tiny", vocab_size=known + spare, tie_embeddings=tied)
+    model = transformer(size="tiny", vocab_size=known + spare, tie_embeddings=tied)
+    assert isinstance(model, HybridLM)
+    quantize_int8(model)
+    embed_added_tokens(model, tokenizer)
+    embed_added_tokens(plain, tokenizer)
+    assert model.vocab_size == plain.vocab_size
+    assert (model.head_weight is model.get_parameter("embed_tokens.weight")) is tied
+    for name in ("embed_tokens", "lm_head"):
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Int8Rows)
+        wanted = plain.get_parameter(f"{name}.weight")[: tokenizer.vocab_size]
+        got = layer.dequantized()[: tokenizer.vocab_size]
+        assert torch.nn.functional.cosine_similarity(got, wanted, dim=1).min() > 0.999
+    assert model(torch.tensor([[added["<|user|>"], 5]])).logits.shape == (1, 2, model.vocab_size)
 
 
 def test_a_tokenizer_of_another_model_is_refused(plain_tokenizer: Path) -> None:

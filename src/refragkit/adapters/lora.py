@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from refragkit.adapters.report import AdapterReport, Projection, coverage_table
 from refragkit.errors import ConfigError
+from refragkit.models.layers.int8 import Int8Linear
+from refragkit.models.quantize import checked_quantization
 
 DEFAULT_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 # Short names that may be given without their `_proj`.
@@ -105,6 +107,8 @@ class LoRA:
             on, other names are ends of module paths, such as ``value`` or ``decay.up``.
         blocks: block types to adapt, letters of ``TMR`` such as ``T`` or ``TR``, or ``all``.
         rslora: scale by alpha / sqrt(rank).
+        quantize: the form of the frozen weights, ``int8`` or ``bf16``; None leaves them as they are stored. The
+            composition root hands it to ``build_model`` or ``load_model``, so that they never exist in another.
 
     Raises:
         ConfigError: for a value out of its range.
@@ -118,6 +122,7 @@ class LoRA:
         targets: Sequence[str] = DEFAULT_TARGETS,
         blocks: str = "T",
         rslora: bool = False,
+        quantize: str | None = None,
     ) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ConfigError(f"adapter.rank: expected an integer of at least 1, got {rank!r}.")
@@ -142,6 +147,7 @@ class LoRA:
         self.targets = tuple(targets)
         self.blocks = blocks
         self.rslora = rslora
+        self.quantize = checked_quantization(quantize, "adapter.quantize")
 
     def apply(self, model: nn.Module, *, seed: int = 0) -> AdapterReport:
         """Freezes the model and wraps the chosen projections in place; works on the meta device.
@@ -269,7 +275,8 @@ def report(
 def merge_into_base(model: nn.Module) -> int:
     """Adds every update to its base weight and takes the adapters out, in place.
 
-    The sum is formed in float32 and stored in the base weight's dtype. Base weights stay frozen.
+    The sum is formed in float32 and stored in the base weight's dtype; an int8 layer becomes one in float32, since
+    rounding the sum would lose most of a small update. Base weights stay frozen.
 
     Returns:
         The number of layers merged.
@@ -281,8 +288,10 @@ def merge_into_base(model: nn.Module) -> int:
     if not layers:
         raise ConfigError("merge: this model has no LoRA adapter.")
     for path, layer in layers:
-        weight = layer.base_layer.weight
-        weight.copy_((weight.float() + layer.delta()).to(weight.dtype))
+        base = layer.base_layer
+        if isinstance(base, Int8Linear):
+            base = base.to_linear()
+        base.weight.copy_((base.weight.float() + layer.delta()).to(base.weight.dtype))
         parent_path, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent_path), name, layer.base_layer)
+        setattr(model.get_submodule(parent_path), name, base)
     return len(layers)

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 
+from refragkit.adapters.lora import lora_layers
 from refragkit.data.collate import collate, micro_batch_indices, micro_batches
 from refragkit.data.conversation import Rendered
 from refragkit.errors import ConfigError, DataError
@@ -171,6 +172,22 @@ class MethodModule(pl.LightningModule, ABC):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW with a learning rate for each kind of parameter."""
         return build_adamw(self.model, self.learning_rates, weight_decay=self.recipe.weight_decay)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Of an adapted model, keep what is trained: the rest is its base, which is read or drawn again."""
+        if any(True for _ in lora_layers(self.model)):
+            trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+            state: dict[str, Any] = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {
+                name: value
+                for name, value in state.items()
+                if name in trained or not name.startswith("model.")
+            }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Let what an adapted model's checkpoint leaves out be missing."""
+        if any(True for _ in lora_layers(self.model)):
+            self.strict_loading = False
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         """Leave the questions as they are; tensors are made on the device, micro batch by micro batch."""

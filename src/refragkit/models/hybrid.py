@@ -122,9 +122,9 @@ class HybridLM(SequenceModel):
         if not self.config.tie_embeddings:
             return
         if isinstance(self.embed_tokens, Int8Embedding):
-            embedding, meta = self.embed_tokens, torch.device("meta")
-            head = Int8Linear(embedding.embedding_dim, embedding.num_embeddings, False, meta)
-            head.scale = embedding.scale
+            rows, width = self.embed_tokens.weight.shape
+            head = Int8Linear(width, rows, False, torch.device("meta"))
+            head.scale = self.embed_tokens.scale
             self.lm_head = head.train(self.training)
         self.lm_head.weight = self.embed_tokens.weight
 

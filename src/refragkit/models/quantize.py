@@ -16,8 +16,12 @@ Quantization = Literal["int8", "bf16"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "bf16")
 
 
-def checked_quantization(value: str | None) -> Quantization | None:
+def checked_quantization(value: str | None, key: str = "quantize") -> Quantization | None:
     """``value`` if it names a form of weights that is known.
+
+    Args:
+        value: int8, bf16, or None for weights as they are stored.
+        key: what the message calls it.
 
     Raises:
         ConfigError: it doesn't.
@@ -25,7 +29,7 @@ def checked_quantization(value: str | None) -> Quantization | None:
     if value is None or value in QUANTIZATIONS:
         return value
     raise ConfigError(
-        f"quantize: expected null, {' or '.join(QUANTIZATIONS)}, got {value!r}; int8 rounds the weights of linear"
+        f"{key}: expected null, {' or '.join(QUANTIZATIONS)}, got {value!r}; int8 rounds the weights of linear"
         " layers and embeddings to one byte each, bf16 keeps all in two"
     )
 

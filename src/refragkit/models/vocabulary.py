@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from refragkit.data.tokenizer import Tokenizer
 from refragkit.errors import ConfigError
 from refragkit.models.base import SequenceModel
+from refragkit.models.hybrid import HybridLM
+from refragkit.models.layers.int8 import Int8Rows
+from refragkit.ops.int8 import int8_embedding
 
 
 @torch.no_grad()
@@ -37,13 +40,23 @@ def embed_added_tokens(model: SequenceModel, tokenizer: Tokenizer) -> None:
     rows = max(model.vocab_size, tokenizer.vocab_size)
     embedding, head = model.get_submodule("embed_tokens"), model.get_submodule("lm_head")
     for layer in (embedding,) if model.config.tie_embeddings else (embedding, head):
+        if isinstance(layer, Int8Rows):
+            starts = {
+                token_id: int8_embedding(torch.tensor(name), layer.weight, layer.scale).mean(dim=0)
+                for token_id, name in names.items()
+            }
+            layer.resize_rows(rows, starts)
+            continue
         weight: Tensor = layer.get_parameter("weight")
         grown = weight.new_empty(rows, weight.shape[1])
         grown[: len(weight)] = weight
         for token_id, name in names.items():
             grown[token_id] = weight[name].float().mean(dim=0)
         layer.register_parameter("weight", nn.Parameter(grown))
-    if model.config.tie_embeddings:
+    if isinstance(model, HybridLM) and isinstance(embedding, Int8Rows):
+        model.tie_weights()
+        head = model.lm_head
+    elif model.config.tie_embeddings:
         head.register_parameter("weight", embedding.get_parameter("weight"))
     if isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear):
         embedding.num_embeddings = head.out_features = rows

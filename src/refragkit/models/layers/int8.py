@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -13,7 +13,7 @@ from refragkit.models.layers.linear import Linear
 from refragkit.ops.int8 import dequantize_rows, int8_embedding, int8_linear, quantize_rows
 
 
-class _Int8Rows(nn.Module):
+class Int8Rows(nn.Module):
     """``weight`` int8 [rows, width] and ``scale`` float32 [rows]; neither is trained, the one copy of the weight."""
 
     weight: Tensor
@@ -34,6 +34,21 @@ class _Int8Rows(nn.Module):
         """The weight that the layer stands for, ``[rows, width]``."""
         return dequantize_rows(self.weight, self.scale, dtype)
 
+    @torch.no_grad()
+    def resize_rows(self, count: int, rows: Mapping[int, Tensor]) -> None:
+        """Make it ``count`` rows, at least as many as there are, and set some of them; new ones are 0 otherwise.
+
+        Args:
+            count: rows afterwards.
+            rows: values ``[width]`` in floating point, by their number.
+        """
+        weight, scale = self.weight.new_zeros(count, self.weight.shape[1]), self.scale.new_zeros(count)
+        weight[: len(self.weight)], scale[: len(self.scale)] = self.weight, self.scale
+        for row, values in rows.items():
+            rounded, scales = quantize_rows(values[None].float())
+            weight[row], scale[row] = rounded[0], scales[0]
+        self.weight, self.scale = nn.Parameter(weight, requires_grad=False), scale
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Moves to a device as any layer; a change of type leaves the scale precise."""
         scale = self.scale
@@ -43,7 +58,7 @@ class _Int8Rows(nn.Module):
         return self
 
 
-class Int8Linear(_Int8Rows, Linear):
+class Int8Linear(Int8Rows, Linear):
     """``x W^T + bias`` with W as int8, by integer products in both directions.
 
     Code that reads ``weight`` as if it were in floating point fails: its type is int8.
@@ -94,7 +109,7 @@ class Int8Linear(_Int8Rows, Linear):
         return int8_linear(x, self.weight, self.scale, self.bias)
 
 
-class Int8Embedding(_Int8Rows, nn.Embedding):
+class Int8Embedding(Int8Rows, nn.Embedding):
     """Rows of an int8 matrix, in float32.
 
     Args:
