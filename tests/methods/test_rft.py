@@ -280,11 +280,27 @@ def test_prompts_that_do_not_fit_are_counted(make: Make, data: GSM8K) -> None:
     assert learnt.metrics["rollout/too_long_prompts"] == 1 and learnt.metrics["rollout/prompts"] == 1
     assert module.dropped_examples == 1 and learnt.examples == learnt.kept + 1
     assert module.learn(Batch(0, [long])).kept == 0
-    module._too_long = 3 * 4
+    module = make("method.max_seq_len=60")
+    module.learn(Batch(0, [long, long]))
     with pytest.raises(
-        DataError, match=r"none of the 12 prompts of the first 3 steps fits into method\.max_seq_len=60"
+        DataError, match=r"none of the 2 prompts of the first 3 steps fits into method\.max_seq_len=60"
     ):
         module._nothing_learnt(3)
+
+
+def test_a_resumed_round_learns_what_it_would_have(
+    make: Make, data: GSM8K, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("method.rounds=1", "method.selection=random", "method.min_reward=0.3")
+    whole, resumed = (make(*overrides, folder=tmp_path) for _ in range(2))
+    monkeypatch.setattr(RftModule, "global_step", 0)
+    assert whole._lessons(Batch(0, []))[1]["rollout/prompts"] == len(data.train)
+    monkeypatch.setattr(RftModule, "global_step", 2)
+    expected = whole._lessons(Batch(2, []))[0]
+    resumed.model.requires_grad_(False).zero_grad()
+    for parameter in resumed.model.parameters():  # it has learnt meanwhile, and would sample otherwise
+        torch.nn.init.normal_(parameter)
+    assert resumed._lessons(Batch(2, []))[0] == expected
 
 
 def test_conversations_are_answered_where_their_last_assistant_turn_stands(make: Make) -> None:

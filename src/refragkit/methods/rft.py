@@ -93,7 +93,7 @@ class RftModule(MethodModule):
         self.ema = WeightAverage(self.model, recipe.ema_decay) if recipe.ema_decay else None
         self._updated = False
         self._empty_steps = 0
-        self._too_long = 0
+        self._seen = self._too_long = 0
         self._best_reward = 0.0
         self._recorded: list[SampledPrompt] | None = None
         self._steps: list[list[SampledPrompt]] = []
@@ -218,24 +218,25 @@ class RftModule(MethodModule):
             retrieve_seconds += rendered - started
             sample_seconds += sampled - rendered
             score_seconds += time.perf_counter() - sampled
+        self._seen += len(examples)
         self._too_long += too_long
         self.dropped_examples += too_long
         n_tokens = sum(len(s.token_ids) for r in rollouts for s in r.samples)
         return rollouts, {
             "rollout/too_long_prompts": too_long,
-            "rollout/tokens_per_second": n_tokens / sample_seconds,
+            "rollout/tokens_per_second": n_tokens / max(sample_seconds, 1e-9),
             "time/retrieve_seconds": retrieve_seconds,
             "time/sample_seconds": sample_seconds,
             "time/score_seconds": score_seconds,
         }
 
-    def _select(self, rollouts: Sequence[SampledPrompt]) -> dict[str, float]:
-        """Mark what is kept, and measure it."""
+    def _select(self, rollouts: Sequence[SampledPrompt], step: int) -> dict[str, float]:
+        """Mark what is kept, and measure it; ``step`` is the first, from 0, that learns from it."""
         recipe = self.recipe
         for rollout in rollouts:
             if recipe.selection != "recorded":
                 mark(rollout, recipe.min_reward, recipe.distinct_by, recipe.check_equations)
-        seed = derive_seed(self.components.seed, self.global_step, self.global_rank, "selection")
+        seed = derive_seed(self.components.seed, step, self.global_rank, "selection")
         select(rollouts, recipe.selection, recipe.kept_per_prompt, seed)
         samples = [s for r in rollouts for s in r.samples]
         if not samples:
@@ -279,7 +280,7 @@ class RftModule(MethodModule):
             metrics: dict[str, float] = {}
         else:
             rollouts, metrics = self._sampled(batch.examples, 1, self.global_step + 1)
-        metrics |= self._select(rollouts)
+        metrics |= self._select(rollouts, self.global_step)
         if self.recipe.rollouts is None and (file := self._file("streaming")) is not None:
             write_rollouts(file, rollouts, append=True)
         return self._answers(rollouts), metrics
@@ -322,13 +323,13 @@ class RftModule(MethodModule):
         """A batch of what this step's round has kept; its first step samples."""
         rounds, n_steps = self.recipe.rounds or 1, self.components.n_steps
         number = self.global_step * rounds // n_steps + 1
+        first = -(-(number - 1) * n_steps // rounds)
         metrics: dict[str, float] = {}
         if number != self._pool_round:
-            self._pool, metrics = self._filled(number)
+            self._pool, metrics = self._filled(number, first)
             self._pool_round = number
         if not self._pool:
             return [], metrics
-        first = -(-(number - 1) * n_steps // rounds)
         seed = derive_seed(self.components.seed, number, self.global_rank, "pool")
         size = self.recipe.global_batch_size
         chosen = batch_indices(seed, self.global_step - first, len(self._pool), size)
@@ -336,8 +337,13 @@ class RftModule(MethodModule):
         metrics["rollout/passes"] = (self.global_step - first + 1) * size / len(self._pool)
         return [self._pool[i] for i in chosen], metrics
 
-    def _filled(self, number: int) -> tuple[list[Answer], dict[str, float]]:
-        """What round ``number`` may learn: sampled now, or read from a file where it is there already."""
+    def _filled(self, number: int, first: int) -> tuple[list[Answer], dict[str, float]]:
+        """What round ``number`` may learn: sampled now, or read from a file where it is there already.
+
+        Args:
+            number: from 1.
+            first: its first step, from 0.
+        """
         file = self._file(f"round-{number:03d}")
         metrics: dict[str, float] = {}
         if self.recipe.rollouts is not None:
@@ -355,7 +361,7 @@ class RftModule(MethodModule):
                 raise ConfigError("method.rounds needs the training prompts (Components.train), and got none")
             log.info("round %d: sampling for %d prompts", number, len(self.components.train))
             rollouts, metrics = self._sampled(self.components.train, number, 0)
-        metrics |= self._select(rollouts)
+        metrics |= self._select(rollouts, first)
         if self.recipe.rollouts is None and file is not None:
             write_rollouts(file, rollouts)
         answers = self._answers(rollouts)
@@ -450,7 +456,7 @@ class RftModule(MethodModule):
 
     def _nothing_learnt(self, steps: int) -> None:
         """Prompts that don't fit never will; samples may well get better."""
-        if self._too_long == steps * self.recipe.examples_per_step:
+        if self._seen and self._too_long == self._seen:
             raise DataError(
                 f"none of the {self._too_long} prompts of the first {steps} steps fits into method.max_seq_len="
                 f"{self.recipe.max_seq_len} beside method.max_new_tokens={self.recipe.max_new_tokens} for the answer;"
