@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from refragkit.retrievers.planners.base import QueryPlanner, Trail
+from refragkit.types import Question
 
 _REFERENCE = re.compile(r"#(\d+)")
 
@@ -28,14 +29,17 @@ class GoldPlanner(QueryPlanner):
         steps = trail.question.decomposition
         if not steps:
             return None if trail.hops else trail.question.question
-        if len(trail.hops) >= len(steps):
-            return None
+        return sub_question(trail.question, len(trail.hops)) if len(trail.hops) < len(steps) else None
 
-        def answer(match: re.Match[str]) -> str:
-            i = int(match.group(1))
-            known = steps[i - 1].get("answer") if 1 <= i <= len(steps) else None
-            return match.group(0) if known is None else str(known)
 
-        # MuSiQue writes some steps as "X >> relation".
-        step = str(steps[len(trail.hops)]["question"]).replace(" >> ", " ")
-        return _REFERENCE.sub(answer, step)
+def sub_question(question: Question, step: int) -> str:
+    """Sub-question number ``step`` of a decomposition, from 0, with the annotated answers of earlier ones filled in."""
+    steps = question.decomposition
+
+    def answer(match: re.Match[str]) -> str:
+        i = int(match.group(1))
+        known = steps[i - 1].get("answer") if 1 <= i <= len(steps) else None
+        return match.group(0) if known is None else str(known)
+
+    # MuSiQue writes some steps as "X >> relation".
+    return _REFERENCE.sub(answer, str(steps[step]["question"]).replace(" >> ", " "))
