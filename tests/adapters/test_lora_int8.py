@@ -93,6 +93,35 @@ def test_blocks_below_the_first_adapter_keep_nothing() -> None:
     assert kept[0] == -1
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recomputing_changes_nothing_and_keeps_less(autocast: bool) -> None:
+    """Of a frozen block with an int8 MLP the mixer is computed again, of an adapted one everything."""
+    kept, found = {}, {}
+    for checkpointing in (False, True):
+        model = build(
+            "rwkv_qwen", "int8", block_pattern="RTRRT", gradient_checkpointing=checkpointing
+        ).train()
+        LoRA(rank=4).apply(model)
+        fill_b(model)
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            loss = loss_of(model, IDS)
+        loss.backward()
+        weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        kept[checkpointing] = sum(size for pointer, size in storages.items() if pointer not in weights)
+        found[checkpointing] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert torch.equal(found[True], found[False])
+    assert kept[True] < 0.35 * kept[False]
+
+
 def test_only_factors_are_kept_by_the_optimiser_and_none_of_the_base_moves() -> None:
     model = build("rwkv_qwen", "int8")
     LoRA(rank=4).apply(model)

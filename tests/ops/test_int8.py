@@ -13,6 +13,7 @@ from refragkit.ops.int8 import (
     int8_embedding,
     int8_linear,
     int8_linear_reference,
+    int8_swiglu,
     precise_input_gradient,
     quantize_rows,
 )
@@ -246,6 +247,30 @@ def test_frozen_inputs_get_no_graph_and_the_bias_can_be_trained() -> None:
     bias = torch.zeros(20, requires_grad=True)
     int8_linear(x, values, scale, bias).sum().backward()
     torch.testing.assert_close(bias.grad, torch.full((20,), 3.0))
+
+
+@pytest.mark.usefixtures("both_products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 11, 64), (1, 64), (0, 64)])
+def test_swiglu_is_that_of_the_dequantised_weights(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(size, generator=generator) * 0.2 for size in ((96, 64), (96, 64), (64, 96))]
+    gate, up, down = (quantize_rows(weight) for weight in weights)
+    x = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+    y = int8_swiglu(x, gate, up, down)
+    assert y.dtype == dtype and y.shape == shape
+    exact = x.detach().double().requires_grad_()
+    inner = functional.silu(int8_linear_reference(exact, *gate)) * int8_linear_reference(exact, *up)
+    wanted = int8_linear_reference(inner, *down)
+    upstream = torch.randn(shape, generator=generator, dtype=torch.float64)
+    wanted.backward(upstream)
+    y.backward(upstream.to(dtype))
+    assert x.grad is not None and x.grad.dtype == dtype and exact.grad is not None
+    if x.numel():
+        assert relative(y, wanted) < 0.03
+        assert relative(x.grad, exact.grad) < 0.03
+    with torch.autocast("cpu", torch.bfloat16):
+        assert int8_swiglu(x.detach(), gate, up, down).dtype == torch.bfloat16
 
 
 def test_rows_of_an_embedding() -> None:

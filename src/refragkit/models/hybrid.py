@@ -60,6 +60,7 @@ class Block(nn.Module):
         v_first: Tensor | None,
         state: BlockState | None,
         return_state: bool,
+        recompute_mixer: bool = False,
     ) -> tuple[Tensor, Tensor | None, BlockState | None]:
         """Run the block.
 
@@ -70,10 +71,38 @@ class Block(nn.Module):
             v_first: values of the first R block.
             state: this block's, of earlier calls.
             return_state: whether to build the new one.
+            recompute_mixer: run the mixer again in the backward pass instead of keeping its activations.
 
         Returns:
             The residual stream, ``v_first`` for the blocks above, and the new state.
         """
+        arguments = (x, layout, rotary, v_first, state, return_state)
+        if recompute_mixer:
+            y, v_first, new_state = checkpoint(self._mix, *arguments, use_reentrant=False)
+        else:
+            y, v_first, new_state = self._mix(*arguments)
+        x = x + y
+        if self.mlp is None or self.mlp_norm is None:
+            return x, v_first, new_state
+        normed = self.mlp_norm(x)
+        if isinstance(self.mlp, SwiGLU):
+            return x + self.mlp(normed), v_first, new_state
+        shift = state.ffn_shift_state if isinstance(state, RWKV7State) else None
+        y, shift = self.mlp(normed, layout, shift, return_state)
+        if isinstance(new_state, RWKV7State):
+            new_state = RWKV7State(new_state.shift_state, new_state.wkv_state, shift)
+        return x + y, v_first, new_state
+
+    def _mix(
+        self,
+        x: Tensor,
+        layout: TokenLayout,
+        rotary: tuple[Tensor, Tensor] | None,
+        v_first: Tensor | None,
+        state: BlockState | None,
+        return_state: bool,
+    ) -> tuple[Tensor, Tensor | None, BlockState | None]:
+        """What the mixer adds to the residual stream, and the rest as in :meth:`forward`."""
         normed = self.mixer_norm(x)
         new_state: BlockState | None
         if isinstance(self.mixer, Attention):
@@ -86,17 +115,7 @@ class Block(nn.Module):
             y, v_first, new_state = self.mixer(
                 normed, layout, v_first, cast(RWKV7State | None, state), return_state
             )
-        x = x + y
-        if self.mlp is None or self.mlp_norm is None:
-            return x, v_first, new_state
-        normed = self.mlp_norm(x)
-        if isinstance(self.mlp, SwiGLU):
-            return x + self.mlp(normed), v_first, new_state
-        shift = state.ffn_shift_state if isinstance(state, RWKV7State) else None
-        y, shift = self.mlp(normed, layout, shift, return_state)
-        if isinstance(new_state, RWKV7State):
-            new_state = RWKV7State(new_state.shift_state, new_state.wkv_state, shift)
-        return x + y, v_first, new_state
+        return y, v_first, new_state
 
 
 class HybridLM(SequenceModel):
@@ -250,8 +269,13 @@ class HybridLM(SequenceModel):
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks[first:], first):
             arguments = (x, layout, rotary, v_first, None if state is None else state[index], return_state)
-            if recompute:
-                x, v_first, block_state = checkpoint(block, *arguments, use_reentrant=False)
+            # Where nothing is trained yet, autograd keeps nothing
+            if recompute and (x.requires_grad or any(p.requires_grad for p in block.parameters())):
+                mlp = cast(Block, block).mlp
+                if isinstance(mlp, SwiGLU) and mlp.is_frozen_int8:  # it keeps little itself
+                    x, v_first, block_state = block(*arguments, recompute_mixer=True)
+                else:
+                    x, v_first, block_state = checkpoint(block, *arguments, use_reentrant=False)
             else:
                 x, v_first, block_state = block(*arguments)
             if block_state is not None:

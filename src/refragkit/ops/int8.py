@@ -115,18 +115,45 @@ def int8_linear_reference(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor
     return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
+def int8_swiglu(
+    x: Tensor, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]
+) -> Tensor:
+    """``W_down (silu(W_gate x) * W_up x)`` with int8 weights; differentiable in x.
+
+    For the backward pass the outputs of gate and up are kept in bfloat16, and nothing else.
+
+    Args:
+        x: ``[..., d_model]``.
+        gate: values and scale, ``[d_ff, d_model]`` and ``[d_ff]``.
+        up: the same.
+        down: ``[d_model, d_ff]`` and ``[d_model]``.
+
+    Returns:
+        ``[..., d_model]`` in x's type, or in that of autocast where it is on.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return _swiglu(x, *gate, *up, *down, dtype)
+
+
 def int8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     """``x W^T`` in float32 for ``[tokens, in]``, without autograd."""
-    rounded, token_scale = _round_rows(_rotate_fast(x))
-    product = _integer_product(rounded, values.T)
-    return product.float().mul_(token_scale).mul_(scale)
+    return _product(*_round_rows(_rotate_fast(x)), values, scale)
 
 
 def int8_input_gradient(grad: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     """``grad W`` in float32 for ``[tokens, out]``, each token's gradient rounded to int8."""
+    return _rotate_fast(_rotated_gradient(grad, values, scale)).float()
+
+
+def _product(rounded: Tensor, token_scale: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    return _integer_product(rounded, values.T).float().mul_(token_scale).mul_(scale)
+
+
+def _rotated_gradient(grad: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """``grad W H``."""
     rounded, token_scale = _round_rows(grad.float() * scale)
-    product = _integer_product(rounded, values)
-    return _rotate_fast(product.float().mul_(token_scale)).float()
+    return _integer_product(rounded, values).float().mul_(token_scale)
 
 
 def precise_input_gradient(grad: Tensor, values: Tensor, scale: Tensor) -> Tensor:
@@ -148,6 +175,21 @@ def _linear(x: Tensor, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Ten
     return y
 
 
+@graph_break
+def _swiglu(
+    x: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    y: Tensor = _SwiGLU.apply(x, gate, gate_scale, up, up_scale, down, down_scale, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,6 +206,41 @@ class _Linear(torch.autograd.Function):
             return None, None, None, None
         grad_x = int8_input_gradient(grad.reshape(-1, grad.shape[-1]), values, scale)
         return grad_x.to(ctx.dtype).view(*grad.shape[:-1], values.shape[1]), None, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        gate_scale: Tensor,
+        up: Tensor,
+        up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        rounded = _round_rows(_rotate_fast(x.reshape(-1, x.shape[-1])))
+        opened = _product(*rounded, gate, gate_scale)
+        inner = _product(*rounded, up, up_scale)
+        if ctx.needs_input_grad[0]:
+            kept = opened.to(torch.bfloat16), inner.to(torch.bfloat16)
+            ctx.save_for_backward(gate, gate_scale, up, up_scale, down, down_scale, *kept)
+        ctx.dtype = x.dtype
+        y = int8_product(functional.silu(opened, inplace=True).mul_(inner), down, down_scale)
+        return y.to(dtype).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, gate_scale, up, up_scale, down, down_scale, opened, inner = ctx.saved_tensors
+        opened = opened.float()
+        middle = int8_input_gradient(grad.reshape(-1, grad.shape[-1]), down, down_scale)
+        grad_x = _rotated_gradient(functional.silu(opened) * middle, up, up_scale)
+        grad_opened = torch.ops.aten.silu_backward(middle.mul_(inner), opened)
+        grad_x += _rotated_gradient(grad_opened, gate, gate_scale)
+        return _rotate_fast(grad_x).to(ctx.dtype).view(grad.shape), *[None] * 7
 
 
 def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:

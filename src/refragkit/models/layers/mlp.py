@@ -8,8 +8,10 @@ from torch.nn import functional
 
 from refragkit.models.config import ModelConfig
 from refragkit.models.layers.init import small_init, uniform_
+from refragkit.models.layers.int8 import Int8Linear
 from refragkit.models.layers.linear import Linear
 from refragkit.models.layout import TokenLayout
+from refragkit.ops.int8 import int8_swiglu
 
 
 class SwiGLU(nn.Module):
@@ -31,8 +33,21 @@ class SwiGLU(nn.Module):
         small_init(self.up_proj, generator)
         small_init(self.down_proj, generator, self.residual_branches)
 
+    @property
+    def is_frozen_int8(self) -> bool:
+        """Whether all three layers are int8 and nothing else, which one operation computes."""
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        return all(isinstance(layer, Int8Linear) and layer.bias is None for layer in layers)
+
     def forward(self, x: Tensor) -> Tensor:
         """``[..., d_model]`` to the same shape."""
+        if self.is_frozen_int8:
+            gate, up, down = (
+                (layer.weight, layer.scale)
+                for layer in (self.gate_proj, self.up_proj, self.down_proj)
+                if isinstance(layer, Int8Linear)
+            )
+            return int8_swiglu(x, gate, up, down)
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
