@@ -259,6 +259,33 @@ def test_a_prompt_whose_samples_all_fail_is_skipped_and_no_sample_at_all_is_no_g
     assert not {"train/loss", "reward/kept"} & set(learnt.metrics)
 
 
+def test_an_update_waits_for_enough_samples(make: Make, data: GSM8K, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = make("method.min_kept=5")
+    module.reward = lambda episodes: [1.0, 1.0] + [0.0] * 6  # type: ignore[assignment]
+    batches = [Batch(n, data.train[n : n + 1]) for n in range(4)]
+    learnt = []
+    for step in (0, 1):
+        monkeypatch.setattr(RftModule, "global_step", step)
+        learnt.append(module.learn(batches[step]))
+    assert [x.kept for x in learnt] == [0, 0]
+    assert [x.metrics["rollout/waiting"] for x in learnt] == [2, 4]
+    assert all(p.grad is None for p in module.model.parameters())
+    module._nothing_learnt(3)  # nothing to complain of
+    saved: dict[str, Any] = {"state_dict": {}}
+    module.on_save_checkpoint(saved)
+    resumed = make("method.min_kept=5")
+    resumed.reward = module.reward
+    resumed.on_load_checkpoint(saved)
+    for each in (module, resumed):
+        monkeypatch.setattr(RftModule, "global_step", 2)
+        last = each.learn(batches[2])
+        assert last.kept == 6 and "rollout/waiting" not in last.metrics
+        monkeypatch.setattr(RftModule, "global_step", 3)
+        assert each.learn(batches[3]).kept == 2  # the run ends
+    for one, other in zip(module.model.parameters(), resumed.model.parameters(), strict=True):
+        assert one.grad is not None and torch.equal(one.grad, other.grad)
+
+
 def test_samples_cut_short_do_not_learn_to_end(make: Make, data: GSM8K) -> None:
     module = make("method.max_new_tokens=3", "method.min_reward=0")
     _, rollouts = learn(module, data)
@@ -539,6 +566,7 @@ def test_files_of_another_tokenizer_and_missing_ones_are_refused(
         ),
         ("method.top_k=9", r"method\.top_k: expected null or 1 to"),
         ("method.num_samples_per_prompt=0", r"method\.num_samples_per_prompt: expected at least 1"),
+        ("method.min_kept=0", r"method\.min_kept: expected at least 1"),
         ("method.num_prompts_per_step=0", r"method\.num_prompts_per_step: expected at least 1"),
         ("method.temperature=0", r"method\.temperature=0 makes all 8 samples of a prompt the same"),
         ("method.temperature=-1", r"method\.temperature: expected a finite number"),

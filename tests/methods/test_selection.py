@@ -34,12 +34,12 @@ def test_equations_are_read_from_annotations_and_otherwise_from_the_text() -> No
     assert equation_list("The answer is Paris, in 1990.") == ()
 
 
-def test_all_equations_of_the_bundled_sample_hold_and_most_are_distinct() -> None:
+def test_the_equations_of_the_bundled_sample_hold() -> None:
     data = GSM8K()
     data.prepare()
-    lists = [equation_list(q.answers[0]) for q in data.train]
-    assert all(equations_hold(q.answers[0]) for q in data.train)
-    assert sum(map(bool, lists)) > 0.97 * len(lists)
+    annotated = [q.answers[0] for q in data.train if "<<" in q.answers[0]]
+    assert len(annotated) > 0.97 * len(data.train)
+    assert all(equations_hold(a) and equation_list(a) for a in annotated)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,33 @@ def test_all_equations_of_the_bundled_sample_hold_and_most_are_distinct() -> Non
 def test_equations_hold(annotation: str, holds: bool) -> None:
     assert equations_hold(f"so <<{annotation}>> it is") is holds
     assert equations_hold("nothing was calculated")
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("2+7=6\n#### 6", False),
+        ("2 + 7 = $9.00, so 9 * 2 = 18", True),
+        ("2 + 7 = 9, so 9 * 2 = 19", False),
+        ("(10/20)*100 = 50%", True),
+        ("20% x 50 = 10", True),
+        ("1,000 / 3 = 333.33", True),
+        ("x + 5 - 3 = 10", True),  # an equation with an unknown
+        ("5 / 2 = 2 1/2", True),
+        ("10 - 2 = 4 * 2", True),
+        ("<<2+7=9>>, 1 + 1 = 3", True),  # annotations are what counts, where there are any
+        ("in 1990, A = 5", True),
+    ],
+)
+def test_sums_of_a_text_without_annotations(text: str, holds: bool) -> None:
+    assert equations_hold(text) is holds
+
+
+def test_few_gold_answers_are_lost_without_their_annotations() -> None:
+    data = GSM8K(annotations=False)
+    data.prepare()
+    answers = [q.answers[0] for q in [*data.train, *data.validation]]
+    assert sum(equations_hold(a) for a in answers) >= 0.99 * len(answers)
 
 
 @settings(max_examples=200, deadline=None)

@@ -20,6 +20,9 @@ _SPELLING = str.maketrans(
     {"x": "*", "×": "*", "÷": "/", "−": "-", ",": "", "$": "", "€": "", "£": "", " ": ""}
 )
 _ZEROS = re.compile(r"(?<![\d.])(\d+)\.0+(?![\d.])")
+# A sum that goes on before or behind what was found, as in "x + 5 - 3 = 10" or "5 / 2 = 2 1/2", is not judged
+_GOES_ON_BEFORE = re.compile(r"[-+*/x×÷)=.,]\s*$")
+_GOES_ON_BEHIND = re.compile(r"\s*[-+*/x×÷(]\s*[\d(]|[\d,.]*\d|\s+\d+\s?/\s?\d")
 # What is longer is no calculation but a model that repeats itself
 _LONGEST = 200
 _LARGEST_BASE, _LARGEST_POWER = 10**6, 64
@@ -34,11 +37,24 @@ def equation_list(text: str) -> tuple[str, ...]:
 
 
 def equations_hold(text: str) -> bool:
-    """Whether every calculator annotation of a text is right, rounding to hundredths or to whole numbers allowed.
+    """Whether all equations of a text are right, rounding to hundredths or to whole numbers allowed.
 
-    A text without annotations has nothing to be wrong about.
+    An annotation that can't be calculated is wrong; such a sum in a text without annotations is left alone. A text
+    without equations has nothing to be wrong about.
     """
-    return all(_holds(equation.translate(_SPELLING)) for equation in _ANNOTATION.findall(text))
+    annotations = _ANNOTATION.findall(text)
+    if annotations:
+        return all(_holds(a.translate(_SPELLING)) for a in annotations)
+    return not any(_is_wrong(match, text) for match in _SUM.finditer(text))
+
+
+def _is_wrong(match: re.Match[str], text: str) -> bool:
+    before, behind = text[max(0, match.start() - 3) : match.start()], text[match.end() : match.end() + 12]
+    if _GOES_ON_BEFORE.search(before) or _GOES_ON_BEHIND.match(behind):
+        return False
+    spellings = {match[0].translate(_SPELLING), match[0].translate(_SPELLING).replace("%", "")}
+    calculations = [spelling.rpartition("=")[0] for spelling in spellings]
+    return None not in map(_evaluate, calculations) and not any(map(_holds, spellings))
 
 
 def _holds(equation: str) -> bool:

@@ -232,8 +232,9 @@ class Rft(Recipe):
         min_reward: of a sample that is good enough to be learnt.
         selection: which of those are learnt, see ``refragkit.methods.selection``.
         distinct_by: what makes two samples of a prompt the same.
-        check_equations: reject samples whose calculator annotations are wrong.
+        check_equations: reject samples whose equations are wrong.
         add_given: learn the given answer of each prompt too.
+        min_kept: examples that an update takes at least, without rounds; fewer wait for those of the next steps.
         rounds: sample for all prompts, learn, and begin again, so many times in the run; null: sample in every step.
         rollouts: a file or folder of samples to learn from instead of sampling.
         ema_decay: of the average of the weights that is evaluated and exported; 0: no average.
@@ -251,6 +252,7 @@ class Rft(Recipe):
     distinct_by: Literal["equations", "text"]
     check_equations: bool
     add_given: bool
+    min_kept: int
     rounds: int | None
     rollouts: str | None
     ema_decay: float
@@ -259,7 +261,7 @@ class Rft(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_prompts_per_step", "num_samples_per_prompt"):
+        for name in ("num_prompts_per_step", "num_samples_per_prompt", "min_kept"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
         samples = self.num_samples_per_prompt

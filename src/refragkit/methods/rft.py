@@ -4,14 +4,16 @@ One optimiser step, streaming (``rounds: null``), for ``num_prompts_per_step`` p
 
 1. retrieve for the questions, where there is a retriever, and read each prompt once;
 2. fork its state into ``num_samples_per_prompt`` samples, decoded together, in eval mode;
-3. reward the samples of a prompt in one call; reject those below ``min_reward``, those whose calculator annotations are
-   wrong, and those that say what an earlier one does;
+3. reward the samples of a prompt in one call; reject those below ``min_reward``, those whose equations are wrong, and
+   those that say what an earlier one does;
 4. keep ``top_k`` of a prompt (``selection``); loss = mean over all tokens of the kept samples of
    -log p(y_t | prompt, y_<t), end tokens included.
 
-A step in which no sample is kept changes no weight. With ``rounds: R`` the run's steps fall into R parts. Each begins
-by sampling for all training prompts with the model as it is then; its steps draw ``global_batch_size`` examples each
-from what was kept, as often as their number takes. ``add_given`` puts the given answers among them.
+A step in which no sample is kept changes no weight; with ``min_kept: N`` neither do steps until N examples have been
+kept since the last update, which then learns all of them (they are still samples of the same weights). With
+``rounds: R`` the run's steps fall into R parts. Each begins by sampling for all training prompts with the model as it
+is then; its steps draw ``global_batch_size`` examples each from what was kept, as often as their number takes.
+``add_given`` puts the given answers among them.
 
 Everything sampled is written to ``rollouts/*.jsonl``. With ``rollouts: FILE`` nothing is sampled: the samples of the
 file are selected from and learnt, and the same settings give the weights of the run that wrote it.
@@ -99,6 +101,7 @@ class RftModule(MethodModule):
         self._steps: list[list[SampledPrompt]] = []
         self._pool: list[Answer] = []
         self._pool_round = 0
+        self._waiting: list[Answer] = []
 
     # --- sampling ---------------------------------------------------------------------------------------
 
@@ -385,8 +388,11 @@ class RftModule(MethodModule):
     def learn(self, batch: Batch) -> Learnt:
         """`prepare` and the gradient; a prompt of which several samples are kept is read once for all of them."""
         too_long = self._too_long
-        answers, metrics = self._lessons(batch)
+        found, metrics = self._lessons(batch)
         started = time.perf_counter()
+        answers = self._enough(found)
+        if self._waiting:
+            metrics["rollout/waiting"] = len(self._waiting)
         n_read = 0
         if answers:
             self.model.train()
@@ -396,7 +402,7 @@ class RftModule(MethodModule):
         if n_read:
             metrics["train/learn_tokens_per_second"] = n_read / seconds
         self._updated = bool(answers)
-        self._empty_steps = 0 if answers else self._empty_steps + 1
+        self._empty_steps = 0 if found else self._empty_steps + 1
         if self._empty_steps == _WARN_AFTER_EMPTY_STEPS:
             log.warning(
                 "nothing was kept for %d steps: no sample reaches method.min_reward=%g (the best reward so far is"
@@ -406,6 +412,25 @@ class RftModule(MethodModule):
                 self._best_reward,
             )
         return Learnt(metrics, len(answers) + self._too_long - too_long, len(answers), n_read)
+
+    def _enough(self, answers: list[Answer]) -> list[Answer]:
+        """What this step learns: nothing, until ``min_kept`` answers have come together or the run ends."""
+        last = self.global_step + 1 == self.components.n_steps
+        self._waiting += answers
+        if self.recipe.rounds is None and not last and len(self._waiting) < self.recipe.min_kept:
+            return []
+        ready, self._waiting = self._waiting, []
+        return ready
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what waits to be learnt."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["rft_waiting"] = [[a.prompt_ids, a.token_ids, a.text] for a in self._waiting]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take it up again."""
+        super().on_load_checkpoint(checkpoint)
+        self._waiting = [Answer(*parts) for parts in checkpoint["rft_waiting"]]
 
     def _backward_over(self, answers: Sequence[Answer]) -> tuple[dict[str, float], int]:
         """The gradient of the mean loss over all answer tokens, micro batch by micro batch.
@@ -456,6 +481,8 @@ class RftModule(MethodModule):
 
     def _nothing_learnt(self, steps: int) -> None:
         """Prompts that don't fit never will; samples may well get better."""
+        if self._waiting:
+            return
         if self._seen and self._too_long == self._seen:
             raise DataError(
                 f"none of the {self._too_long} prompts of the first {steps} steps fits into method.max_seq_len="

@@ -38,7 +38,7 @@ def mark(rollout: SampledPrompt, min_reward: float, distinct_by: DistinctBy, che
         rollout: its samples are changed.
         min_reward: of an accepted sample.
         distinct_by: see `distinct_key`.
-        check_equations: accept none whose calculator annotations are wrong.
+        check_equations: accept none whose equations are wrong.
     """
     seen: dict[bool, set[Hashable]] = {True: set(), False: set()}
     for sample in rollout.samples:
