@@ -388,6 +388,24 @@ def test_peft_loads_a_merge_of_adapters_of_different_layers_and_ranks(tmp_path: 
     torch.testing.assert_close(theirs(IDS).logits, by_hand(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
+@peft_parity
+def test_pefts_adapters_of_some_blocks_stay_on_these(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    options = {"target_modules": ["q_proj"], "layers_to_transform": [1], "task_type": "CAUSAL_LM"}
+    adapters = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        theirs = get_peft_model(_qwen2(), LoraConfig(r=2, lora_alpha=3, init_lora_weights=False, **options))
+        theirs.save_pretrained(str(tmp_path / str(seed)))
+        adapters.append(read_adapter(tmp_path / str(seed)))
+    write_adapter(merge_adapters(adapters).adapter, tmp_path / "merged")
+    assert read_target_modules(tmp_path / "merged") == ["model.layers.1.self_attn.q_proj"]
+    loaded = PeftModel.from_pretrained(_qwen2(), str(tmp_path / "merged"))
+    names = {name for name, _ in loaded.named_parameters() if "lora_A" in name}
+    assert len(names) == 1 and "layers.1.self_attn.q_proj" in names.pop()
+
+
 # --- files ---------------------------------------------------------------------------------------------
 
 

@@ -152,7 +152,9 @@ def read_adapter(location: str | Path) -> AdapterWeights:
                 "[out, rank]."
             )
         layers[path] = LowRank(a, b, _alpha(config, path), rslora)
-    targets = config.get("target_modules")
+    # Where more than names decides which layers are meant, their paths say it best.
+    narrowed = any(config.get(key) for key in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    targets = None if narrowed else config.get("target_modules")
     return AdapterWeights(
         layers=layers,
         dropout=float(config["lora_dropout"]),
