@@ -69,7 +69,9 @@ def without_question(completion: str, question: str) -> str:
     asked = normalize_answer(question).split()
     if len(asked) < 3:  # "Capital?" may well be part of an honest answer
         return completion
-    said = normalize_answer(completion).split()
+    # As it stands first: glued to what follows ("?Who"), its last word would not be one any more
+    rest = re.sub(re.escape(question.strip()), " ", completion, flags=re.IGNORECASE)
+    said = normalize_answer(rest).split()
     kept: list[str] = []
     i = 0
     while i < len(said):
@@ -78,7 +80,7 @@ def without_question(completion: str, question: str) -> str:
         else:
             kept.append(said[i])
             i += 1
-    return " ".join(kept) if len(kept) < len(said) else completion
+    return " ".join(kept) if len(kept) < len(said) or rest != completion else completion
 
 
 class AnswerReward(Reward):
