@@ -311,9 +311,12 @@ def _run_name(cfg: DictConfig, folder: Path) -> str:
         model = [choices.model] if cfg.evaluate == "rag" else []
         searches = [] if hops is None else [f"{hops}-hop"]
         parts = ["evaluate", cfg.evaluate, *model, choices.retriever, *searches]
-    elif "convert" in cfg:  # neither a method that trained nothing nor a retriever that found nothing
+    convert = cfg.get("convert")
+    if (
+        convert and "to" in convert
+    ):  # neither a method that trained nothing nor a retriever that found nothing
         verb = "distill" if choices.method == "distill" else "convert"
-        parts = [verb, Path(str(cfg.model.get("init") or choices.model)).name, "to", cfg.convert.to]
+        parts = [verb, Path(str(cfg.model.get("init") or choices.model)).name, "to", convert.to]
     return f"{'-'.join(map(str, parts))} {folder.name}"
 
 

@@ -243,6 +243,10 @@ def test_a_conversion_is_made_once_and_again_for_another_content(
     assert resolve_pretrained(file, cache) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
     assert json.loads((folder / "conversion.json").read_text())["source"] == "m.gguf"
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-8] + bytes(7) + b"1")  # damaged, and still readable
+    assert resolve_pretrained(file, cache) == folder and weights.read_bytes() == content
     write_gguf(file, network("llama", backend.get_vocab_size(), num_hidden_layers=1), backend)
     other = resolve_pretrained(file, cache)
     assert other != folder and load_model(other).n_layers == 1

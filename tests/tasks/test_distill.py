@@ -226,3 +226,29 @@ def test_in_bfloat16_weights_are_updated_as_in_float32(execute: Execute, overrid
         change = curve[-1] - curve[0]
         assert abs(change) > 0.02 * curve[0]  # better or worse: updates show
         assert rounded[name][-1] - rounded[name][0] == pytest.approx(change, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("convert.layers=[]",), "convert.layers is empty"),
+        (("convert.layers=auto", "convert.count=9"), "convert.count=9: this model has 4 attention blocks"),
+        (("convert.text=/nowhere",), "convert.text=/nowhere: expected a .txt"),
+        (
+            ("convert.evaluation_texts={a: /nowhere.txt}",),
+            "convert.evaluation_texts.a=/nowhere.txt: expected",
+        ),
+        (("convert.evaluation_texts={held-out text: a.txt}",), "choose another name"),
+        (
+            ("convert.layers=[3]", "method.rest=lora"),
+            "method.rest=lora trains the attention blocks above block 3",
+        ),
+        (("model.d_model=64",), "model.d_model: the model that is converted"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(
+    execute: Execute, overrides: tuple[str, ...], changes: tuple[str, ...], message: str
+) -> None:
+    result = execute(*overrides, *changes, "dry_run=true")
+    assert result.summary["status"] == "failed"
+    assert message in " ".join(result.summary["error"].split())

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from refragkit.adapters.lora import LoRA, merge_into_base
 from refragkit.console import route_library_logs
+from refragkit.errors import RefragError
 from refragkit.models.convert.activation_cache import ActivationCache
 from refragkit.models.convert.align import Alignment, trained_mixers
 from refragkit.models.convert.match import Matching
@@ -103,7 +104,11 @@ class DistillModule(pl.LightningModule):
         stage = self._stages[number]
         stage.optimizer = optimizers[number]  # Lightning's, which counts the updates
         started = time.perf_counter()
-        losses = stage.step(step)
+        try:
+            losses = stage.step(step)
+        except RefragError as error:
+            keys = f"method.{stage.name.removesuffix('ing')}_*_lr"
+            raise RefragError(f"{stage.name}, step {step + 1} of {stage.steps}: {error} ({keys})") from error
         seconds = time.perf_counter() - started
         self._on_step(stage.name, step, stage.steps, losses, stage.step_tokens / seconds)
 

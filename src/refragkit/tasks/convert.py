@@ -49,6 +49,7 @@ _KEYS: Mapping[str, type | tuple[type, ...]] = {
     "evaluation_tokens": int,
 }
 _BATCH = 4  # windows at once
+_HELD_OUT = "held-out text"
 _SCAN_TOKENS = 4096  # of text; the probe has half as many
 _SCAN_PROBE_ROWS, _SCAN_PROBE_LENGTH = 8, 128
 
@@ -107,6 +108,7 @@ def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> N
     from refragkit.models.convert.card import Recipe, write_card
     from refragkit.models.convert.evaluate import WINDOW
     from refragkit.models.convert.text import (
+        check_source,
         evaluation_windows,
         fingerprint,
         split_text,
@@ -116,6 +118,10 @@ def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> N
     from refragkit.tasks.trained_model import check_run, trained_model
 
     if recipe is None:
+        if run.cfg.choices.adapter != "none":
+            raise ConfigError(
+                f"adapter={run.cfg.choices.adapter}: task=convert trains nothing; leave adapter=none"
+            )
         check_run(run)
     elif run.cfg.choices.adapter != "none":
         raise ConfigError(
@@ -142,6 +148,11 @@ def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> N
                 f"method=distill runs on one device, and hardware={run.cfg.choices.hardware} has"
                 f" {run.hardware.world_size}; choose hardware=cpu or hardware=gpu"
             )
+    _check_sizes(run)
+    for given in settings.text or ():
+        check_source(given, "convert.text")
+    for name, given in settings.evaluation_texts.items():
+        check_source(given, f"convert.evaluation_texts.{name}")
     if run.cfg.dry_run:
         assert recipe is not None
         _dry_run(run, settings, recipe)
@@ -152,7 +163,10 @@ def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> N
         teacher.float()  # what a model is stored in is too coarse for the fits
     attention = [i for i, kind in enumerate(teacher.block_pattern) if kind == "T"]
     layers = check_layers(teacher.block_pattern, attention if settings.layers is None else settings.layers)
-    converted_config(teacher.config, layers, settings.to)  # what can't be is said before any work
+    # What can't be is said before any work
+    planned = converted_config(teacher.config, layers, settings.to)
+    if recipe is not None and settings.layers is not None:
+        _check_rest(recipe, planned.block_pattern, layers)
     split = split_text(_pieces(run, settings, tokenizer))
     if split.left_out:
         log.info("%d questions show passages that are held out, and are left out", split.left_out)
@@ -163,7 +177,7 @@ def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> N
         trained_on = with_recall(trained_on, recipe.recall_share, seed=0)  # one text for all seeds of the run
     measured = max(settings.evaluation_tokens, _SCAN_TOKENS if settings.layers is None else WINDOW)
     held_out = windows(split.held_out, tokenizer, measured, WINDOW, "held-out part")
-    texts = {"held-out text": held_out[: -(-settings.evaluation_tokens // WINDOW)]}
+    texts = {_HELD_OUT: held_out[: -(-settings.evaluation_tokens // WINDOW)]}
     texts |= evaluation_windows(settings.evaluation_texts, tokenizer, settings.evaluation_tokens or 1, WINDOW)
     device = teacher.head_weight.device
     batches = [batch.to(device) for batch in _batches(fitted)]
@@ -172,6 +186,9 @@ def convert_and_train(run: Run, settings: Settings, recipe: Distill | None) -> N
     with run.hardware.autocast():
         if settings.layers is None:
             layers = _scanned(run, settings, teacher, tokenizer, batches, held_out.to(device))
+            if recipe is not None:
+                planned = converted_config(teacher.config, layers, settings.to)
+                _check_rest(recipe, planned.block_pattern, layers)
         with _timed(seconds, "calibration"), progress_bar("calibrating", len(batches)) as advance:
             student = convert_blocks(teacher, layers, settings.to, seed=run.seed).eval()
             reports = calibrate(student, teacher, layers, _counted(batches, advance), settings.calibration)
@@ -245,19 +262,29 @@ def _dry_run(run: Run, settings: Settings, recipe: Distill) -> None:
     vocab_size = run.data.vocab_size if run.model_path is None else None
     teacher = build_model(cfg, vocab_size=vocab_size, device="meta", cache_dir=run.cache_dir)
     attention = [i for i, kind in enumerate(teacher.block_pattern) if kind == "T"]
-    layers = check_layers(teacher.block_pattern, settings.layers or attention[: settings.count])
+    if settings.layers is None and settings.count > len(attention):
+        raise ConfigError(
+            f"convert.count={settings.count}: this model has {len(attention)} attention blocks; choose fewer"
+        )
+    layers = check_layers(
+        teacher.block_pattern, attention[: settings.count] if settings.layers is None else settings.layers
+    )
+    if settings.layers is not None:
+        _check_rest(recipe, converted_config(teacher.config, layers, settings.to).block_pattern, layers)
     student = build_from_config(converted_config(teacher.config, layers, settings.to), device="meta")
     trained = sum(p.numel() for i in layers for p in mixer_of(student, i).parameters())
     steps = [training_steps(n, WINDOW)[1] if n else 0 for n in (recipe.align_tokens, recipe.match_tokens)]
     size = cache_bytes(teacher, layers, -(-recipe.text_tokens // WINDOW) * WINDOW)
     run.summary.total_parameters = sum(p.numel() for p in student.parameters())
     run.summary.trainable_parameters = trained
+    too_much = size > recipe.cache_gib * 2**30
     shown = f"{len(layers)} chosen by the scan" if settings.layers is None else ", ".join(map(str, layers))
     console.print(
         f"block pattern: {teacher.block_pattern}, blocks {shown} to {settings.to}\n"
         f"parameters: {run.summary.total_parameters:,}, {trained:,} of them in new mixers\n"
         f"steps: {steps[0]:,} of alignment, {steps[1]:,} of matching\n"
-        f"cache: {size / 2**30:.2f} GiB of activations on disk",
+        f"cache: {size / 2**30:.2f} GiB of activations on disk"
+        + (f", more than method.cache_gib={recipe.cache_gib} (if there is so much text)" if too_much else ""),
         highlight=False,
     )
     run.log_metrics(
@@ -269,6 +296,29 @@ def _dry_run(run: Run, settings: Settings, recipe: Distill) -> None:
         },
         step=0,
     )
+
+
+def _check_sizes(run: Run) -> None:
+    """Refuse sizes beside a trained model, which has its own."""
+    model = run.cfg.model
+    if run.model_path is None:
+        return
+    kept = ("_target_", "init", "path", "size", "gradient_checkpointing")
+    sizes = [f"model.{key}" for key, value in model.items() if value is not None and str(key) not in kept]
+    if sizes:
+        raise ConfigError(
+            f"{', '.join(sizes)}: the model that is converted, {_source(run)}, brings its own sizes; remove them"
+        )
+
+
+def _check_rest(recipe: Distill, block_pattern: str, layers: Sequence[int]) -> None:
+    """Refuse LoRA where it would train nothing: stage 2 leaves what is below the first new mixer alone."""
+    if recipe.match_tokens and recipe.rest == "lora" and "T" not in block_pattern[min(layers) :]:
+        raise ConfigError(
+            f"method.rest=lora trains the attention blocks above block {min(layers)}, the first that is converted, and"
+            f" none is left there (block pattern {block_pattern}); choose method.rest=frozen or full, or convert fewer"
+            " blocks"
+        )
 
 
 def check_settings(values: Mapping[str, Any], trained: bool = False) -> Settings:
@@ -313,6 +363,11 @@ def check_settings(values: Mapping[str, Any], trained: bool = False) -> Settings
             f"convert.text: expected a file or folder, a list of these, or null, got {values['text']!r}"
         )
     for name, source in (values["evaluation_texts"] or {}).items():
+        if name in (_HELD_OUT, _HELD_OUT.replace(" ", "_")):
+            raise ConfigError(
+                f"convert.evaluation_texts.{name}: that is what the held-out part of convert.text is called; choose"
+                " another name"
+            )
         if not isinstance(source, str):
             raise ConfigError(f"convert.evaluation_texts.{name}: expected a file or folder, got {source!r}")
     calibration = values["calibration"]

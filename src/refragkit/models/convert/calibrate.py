@@ -14,6 +14,8 @@ with the text:
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -106,11 +108,12 @@ class Gram:
             off += bias.detach().double().cpu()
         return (unexplained + self.tokens * float(off.square().sum())) / variance
 
-    def output_projection(self, ridge: float = RIDGE) -> Tensor:
-        """The projection of ``lsq``."""
-        penalty = ridge * float(self.features.diagonal().mean())
-        system = self.features + penalty * torch.eye(len(self.features), dtype=torch.float64)
-        solved: Tensor = torch.linalg.solve(system, self.products)
+    def output_projection(self, ridge: float = RIDGE, centred: bool = True) -> Tensor:
+        """The projection of ``lsq``; not ``centred``, it has the means to carry as well."""
+        features, products = (self.features, self.products) if centred else (self._features, self._products)
+        penalty = ridge * float(features.diagonal().mean())
+        system = features + penalty * torch.eye(len(features), dtype=torch.float64)
+        solved: Tensor = torch.linalg.solve(system, products)
         return solved.T
 
     def gain(self, weight: Tensor) -> Tensor:
@@ -187,18 +190,35 @@ def fit(mixer: nn.Module, layer: int, gram: Gram, kind: Calibration) -> Calibrat
     assert isinstance(mixer, (Mamba2, RWKV7TimeMix))
     weight, gain = output_projection(mixer).weight, norm_gain(mixer)
     copied = fitted = gram.error(weight, bias=output_projection(mixer).bias)
-    if kind == "lsq":
-        weight.copy_(gram.output_projection())
-    elif kind == "cal":
+    if kind == "none":
+        return CalibrationReport(layer, copied, fitted)
+    if kind == "cal":
         gain.copy_(gram.gain(weight))
-    if kind != "none":
-        bias = gram.bias(weight, gain)
-        if isinstance(mixer, Mamba2):
-            output_projection(mixer).bias.copy_(bias)
-        else:
-            bias = _through(weight, bias, mixer.get_parameter("ln_x.bias"))
-        fitted = gram.error(weight, gain, bias)
+        fitted = _fit_bias(mixer, gram)
+    else:
+        fitted = math.inf
+        # A bias in front of the projection reaches only what the projection passes on. Where that leaves out much of
+        # the mean, as with attention whose values have large biases, the projection itself does better.
+        for centred in (True,) if isinstance(mixer, Mamba2) else (True, False):
+            before = copy.deepcopy(mixer.state_dict())
+            weight.copy_(gram.output_projection(centred=centred))
+            error = _fit_bias(mixer, gram)
+            if error < fitted:
+                fitted = error
+            else:
+                mixer.load_state_dict(before)
     return CalibrationReport(layer, copied, fitted)
+
+
+def _fit_bias(mixer: Mamba2 | RWKV7TimeMix, gram: Gram) -> float:
+    """Set the bias that gives the outputs their mean; returns the error that is left."""
+    weight, gain = output_projection(mixer).weight, norm_gain(mixer)
+    bias = gram.bias(weight, gain)
+    if isinstance(mixer, Mamba2):
+        output_projection(mixer).bias.copy_(bias)
+    else:
+        bias = _through(weight, bias, mixer.get_parameter("ln_x.bias"))
+    return gram.error(weight, gain, bias)
 
 
 def _through(weight: Tensor, wanted: Tensor, norm_bias: nn.Parameter) -> Tensor:

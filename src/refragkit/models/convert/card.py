@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from refragkit.models.checksums import file_digest
 from refragkit.models.config import BLOCK_KINDS
 from refragkit.models.convert.calibrate import CalibrationReport
 from refragkit.models.convert.evaluate import Row, Sample, shown
@@ -182,7 +182,7 @@ def _checksums(folder: Path, recipe: Recipe) -> dict[str, str]:
     digests = {}
     if recipe.folder is not None:
         files = [recipe.folder] if recipe.folder.is_file() else sorted(recipe.folder.glob("*.safetensors"))
-        digests = {f"source {file.name}": _sha256(file) for file in files}
+        digests = {f"source {file.name}": file_digest(file) for file in files}
         made_of = _json(recipe.folder / CONVERSION_FILE)
         if "source_sha256" in made_of:
             digests[f"source {made_of.get('source')}"] = str(made_of["source_sha256"])
@@ -190,16 +190,11 @@ def _checksums(folder: Path, recipe: Recipe) -> dict[str, str]:
     for source in (*recipe.sources, *recipe.evaluation.values()):
         file = Path(source).expanduser()
         if file.is_file():
-            digests[f"text {source}"] = _sha256(file)
+            digests[f"text {source}"] = file_digest(file)
     for name in ("model.safetensors", "tokenizer.json"):
         if (folder / name).is_file():
-            digests[name] = _sha256(folder / name)
+            digests[name] = file_digest(folder / name)
     return digests
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import itertools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -266,7 +267,7 @@ def compare(models: Mapping[str, Measures]) -> list[Row]:
     for measure, base in models[first].items():
         row: Row = {"measure": measure}
         row |= {name: models[name][measure] for name in names}
-        row |= {f"{name} / {first}": models[name][measure] / base if base else 0.0 for name in names[1:]}
+        row |= {f"{name} / {first}": models[name][measure] / base if base else math.nan for name in names[1:]}
         rows.append(row)
     return rows
 
@@ -291,6 +292,8 @@ def as_table(rows: Sequence[Row], title: str) -> Table:
 def shown(value: str | float, ratio: bool = False) -> str:
     """A number in as many digits as mean something."""
     number = float(value)
+    if math.isnan(number):  # over a source's 0
+        return "-"
     if ratio or abs(number) < 10:
         return f"{number:.3f}"
     return f"{number:,.0f}" if number >= 1000 else f"{number:.1f}"

@@ -12,7 +12,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock
 
 from refragkit.console import progress_bar
-from refragkit.models.gguf import file_digest
+from refragkit.models.checksums import CHECKSUMS, is_whole, write_checksums
 
 if TYPE_CHECKING:
     from refragkit.methods.recipes import Distill
@@ -37,7 +37,6 @@ ALIGN_TOKENS = 147456
 MATCH_TOKENS = 16384
 _TEXT_TOKENS = 49152
 _FORMAT = 1  # one more whenever the same inputs would give another model
-_CHECKSUMS = "checksums.json"
 
 
 def smollm2_hybrid(cache_dir: Path) -> Path:
@@ -52,21 +51,20 @@ def smollm2_hybrid(cache_dir: Path) -> Path:
 
     source = resolve_pretrained(SMOLLM2, cache_dir)
     target = source.with_name(f"smollm2-hybrid-{_key(source)}")
-    if _is_whole(target):
+    if is_whole(target):
         return target
     with FileLock(target.parent / f".{target.name}.lock"):
-        if _is_whole(target):
+        if is_whole(target):
             return target
         if target.exists():
-            log.warning("%s does not match its %s and is made again", target, _CHECKSUMS)
+            log.warning("%s does not match its %s and is made again", target, CHECKSUMS)
             shutil.rmtree(target)
         for left in target.parent.glob(f".{target.name}-*.tmp"):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=".tmp", dir=target.parent))
         try:
             _make(source, work, cache_dir)
-            digests = {file.name: file_digest(file) for file in sorted(work.iterdir())}
-            (work / _CHECKSUMS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
+            write_checksums(work)
             work.chmod(0o755)
             work.replace(target)
         finally:
@@ -189,13 +187,3 @@ def _key(source: Path) -> str:
     parts = [_FORMAT, LAYERS, TO, SEED, CALIBRATION_TOKENS, _TEXT_TOKENS, dataclasses.asdict(recipe())]
     digest = hashlib.sha256(json.dumps([*parts, source.name], sort_keys=True).encode())
     return digest.hexdigest()[:12]
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        expected: Mapping[str, str] = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
-        return bool(expected) and all(
-            file_digest(folder / name) == digest for name, digest in expected.items()
-        )
-    except (OSError, ValueError, AttributeError):
-        return False

@@ -93,8 +93,9 @@ def split_text(documents: Iterable[Document | TokenPiece]) -> TextSplit:
     names = sorted({name for _, own, _ in pieces for name in own}, key=id_rank)
     if len(names) < 2:
         raise DataError(
-            f"convert.text: {len(names)} pieces of text (of up to {_PIECE_CHARACTERS} characters), too few to hold any "
-            "out for measuring; give more text"
+            f"convert.text: {len(names)} pieces of text, too few to hold any out for measuring; give more text (a long"
+            f" text is cut at paragraphs into pieces of about {_PIECE_CHARACTERS:,} characters; passages of one title"
+            " and conversations that open alike count as one)"
         )
     held = {names[i] for i in subset_positions(names, max(1, len(names) // _HELD_OUT_SHARE))}
     sides: tuple[list[Text], list[Text]] = ([], [])
@@ -165,13 +166,23 @@ def read_sources(
             yield item.document if isinstance(item, SourceDocument) else item
 
 
-def _read(source: str | Path, tokenizer: Tokenizer | None, key: str) -> Iterator[SourceDocument | TokenPiece]:
+def check_source(source: str | Path, key: str = "convert.text") -> Path:
+    """The path of a source that can be read.
+
+    Raises:
+        DataError: it isn't there, or is a file of another kind.
+    """
     path = Path(source).expanduser()
     if not path.exists() or (path.is_file() and path.suffix.lower() not in _SUFFIXES):
         problem = f"is a {path.suffix or 'nameless'} file" if path.exists() else "does not exist"
         raise DataError(
             f"{key}={source}: expected a .txt, .md or .jsonl file or a folder of them, but it {problem}"
         )
+    return path
+
+
+def _read(source: str | Path, tokenizer: Tokenizer | None, key: str) -> Iterator[SourceDocument | TokenPiece]:
+    path = check_source(source, key)
     found = False
     for file in corpus_files(path):
         if isinstance(file, Problem):
@@ -188,7 +199,12 @@ def _read(source: str | Path, tokenizer: Tokenizer | None, key: str) -> Iterator
             found = True
             yield item
     if not found:
-        raise DataError(f"{key}={source}: no .txt, .md or .jsonl file with text in this folder")
+        where = (
+            "no text in this file"
+            if path.is_file()
+            else "no .txt, .md or .jsonl file with text in this folder"
+        )
+        raise DataError(f"{key}={source}: {where} (conversations count where the assistant answers)")
 
 
 def _holds_conversations(file: CorpusFile) -> bool:
