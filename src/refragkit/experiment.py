@@ -305,18 +305,19 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
 def _run_name(cfg: DictConfig, folder: Path) -> str:
     """What tells a run from its neighbours in the tracking store's list."""
     choices = cfg.choices
-    parts = [choices.method, choices.model, choices.retriever]
+    convert = cfg.get("convert")
     if choices.task == "evaluate":  # what was evaluated, and not a method or a model that had no part in it
         hops = cfg.retriever.get("max_hops")
         model = [choices.model] if cfg.evaluate == "rag" else []
         searches = [] if hops is None else [f"{hops}-hop"]
         parts = ["evaluate", cfg.evaluate, *model, choices.retriever, *searches]
-    convert = cfg.get("convert")
-    if (
-        convert and "to" in convert
-    ):  # neither a method that trained nothing nor a retriever that found nothing
+    elif convert and "to" in convert:
         verb = "distill" if choices.method == "distill" else "convert"
         parts = [verb, Path(str(cfg.model.get("init") or choices.model)).name, "to", convert.to]
+    elif choices.task == "train":
+        parts = [choices.method, choices.model, choices.retriever]
+    else:
+        parts = [choices.task]
     return f"{'-'.join(map(str, parts))} {folder.name}"
 
 
