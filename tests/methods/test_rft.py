@@ -259,6 +259,27 @@ def test_a_prompt_whose_samples_all_fail_is_skipped_and_no_sample_at_all_is_no_g
     assert not {"train/loss", "reward/kept"} & set(learnt.metrics)
 
 
+def test_the_reward_rises_and_more_than_with_the_control(
+    make: Make, data: GSM8K, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reward_after(*overrides: str) -> list[float]:
+        module = make("method.max_new_tokens=1", "method.min_reward=1", *overrides)
+        module.reward = lambda episodes: [float(e.completion[:1].islower()) for e in episodes]  # type: ignore[assignment]
+        optimizer = torch.optim.AdamW(module.model.parameters(), lr=0.02)
+        rewards = []
+        for step in range(12):
+            monkeypatch.setattr(RftModule, "global_step", step)
+            optimizer.zero_grad()
+            rewards.append(module.learn(Batch(step, data.train[:4])).metrics["reward/total"])
+            optimizer.step()
+        return rewards
+
+    best, control = reward_after(), reward_after("method.selection=random")
+    assert best[0] == control[0] < 0.75, (best, control)
+    assert sum(best[-4:]) / 4 > 0.85
+    assert sum(best[-4:]) > sum(control[-4:])
+
+
 def test_an_update_waits_for_enough_samples(make: Make, data: GSM8K, monkeypatch: pytest.MonkeyPatch) -> None:
     module = make("method.min_kept=5")
     module.reward = lambda episodes: [1.0, 1.0] + [0.0] * 6  # type: ignore[assignment]

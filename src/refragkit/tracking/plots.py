@@ -38,7 +38,7 @@ _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
             "prompts without any kept": "rollout/prompts_without_kept_share",
         },
     ),
-    ("Completion (tokens)", {"mean length": "rollout/completion_tokens"}),
+    ("Completion length (tokens)", {"mean": "rollout/completion_tokens"}),
     ("Tokens/s", {"sampling": "rollout/tokens_per_second", "learning": "train/learn_tokens_per_second"}),
     (
         "Validation answers",
