@@ -273,6 +273,19 @@ def test_swiglu_is_that_of_the_dequantised_weights(shape: tuple[int, ...], dtype
         assert int8_swiglu(x.detach(), gate, up, down).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("channels", [256, 50])
+def test_what_is_kept_for_the_backward_pass_is_rounded_by_groups(channels: int) -> None:
+    x = torch.randn(6, channels, generator=torch.Generator().manual_seed(1))
+    x[2, 5], x[4] = 1000, 0
+    rounded, scale = int8._packed(x)
+    assert rounded.dtype == torch.int8 and rounded.nbytes + scale.nbytes < 1.13 * x.numel()
+    back = int8._unpacked(rounded, scale, channels)
+    assert back.shape == x.shape and bool((back[4] == 0).all())
+    width = 64 if channels == 256 else 50
+    assert relative(back[2, width:], x[2, width:]) < 0.01 if width < channels else True
+    assert relative(back[:2], x[:2]) < 0.01
+
+
 def test_rows_of_an_embedding() -> None:
     _, weight = problem(1, 96, 50)
     values, scale = quantize_rows(weight)

@@ -26,7 +26,7 @@ _FUSED_ELEMENTS = 32 * 2**20
 
 
 # Fewer with an int8 head, whose products exist both as int32 and as float32
-_INT8_ELEMENTS = 10 * 2**20
+_INT8_ELEMENTS = 5 * 2**20
 
 
 def linear_cross_entropy(

@@ -120,7 +120,8 @@ def int8_swiglu(
 ) -> Tensor:
     """``W_down (silu(W_gate x) * W_up x)`` with int8 weights; differentiable in x.
 
-    For the backward pass the outputs of gate and up are kept in bfloat16, and nothing else.
+    For the backward pass the outputs of gate and up are kept as int8, with a scale for every 64 channels of a token,
+    and nothing else.
 
     Args:
         x: ``[..., d_model]``.
@@ -225,7 +226,7 @@ class _SwiGLU(torch.autograd.Function):
         opened = _product(*rounded, gate, gate_scale)
         inner = _product(*rounded, up, up_scale)
         if ctx.needs_input_grad[0]:
-            kept = opened.to(torch.bfloat16), inner.to(torch.bfloat16)
+            kept = *_packed(opened), *_packed(inner)
             ctx.save_for_backward(gate, gate_scale, up, up_scale, down, down_scale, *kept)
         ctx.dtype = x.dtype
         y = int8_product(functional.silu(opened, inplace=True).mul_(inner), down, down_scale)
@@ -234,8 +235,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, gate_scale, up, up_scale, down, down_scale, opened, inner = ctx.saved_tensors
-        opened = opened.float()
+        gate, gate_scale, up, up_scale, down, down_scale, *kept = ctx.saved_tensors
+        opened, inner = _unpacked(*kept[:2], len(gate)), _unpacked(*kept[2:], len(up))
         middle = int8_input_gradient(grad.reshape(-1, grad.shape[-1]), down, down_scale)
         grad_x = _rotated_gradient(functional.silu(opened) * middle, up, up_scale)
         grad_opened = torch.ops.aten.silu_backward(middle.mul_(inner), opened)
@@ -250,6 +251,20 @@ def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = (x.abs().amax(-1, keepdim=True) / _LARGEST).clamp_(min=_SMALLEST_SCALE)
     # The conversion of NaN is undefined but harmless: the scale makes NaN of it again
     return (x / scale).round_().to(torch.int8), scale
+
+
+def _packed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``[tokens, channels]`` as int8 and scales, one for each group of channels."""
+    return _round_rows(x.reshape(-1, _group_width(x.shape[1])))
+
+
+def _unpacked(rounded: Tensor, scale: Tensor, channels: int) -> Tensor:
+    return rounded.float().mul_(scale).view(-1, channels)
+
+
+def _group_width(channels: int) -> int:
+    """64 where that divides the width, else all of it: groups of a few channels would save nothing."""
+    return _ROTATED_CHANNELS if channels % _ROTATED_CHANNELS == 0 else channels
 
 
 def _rotation_width(channels: int) -> int:
