@@ -236,7 +236,7 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, gate_scale, up, up_scale, down, down_scale, *kept = ctx.saved_tensors
-        opened, inner = _unpacked(*kept[:2], len(gate)), _unpacked(*kept[2:], len(up))
+        opened, inner = _unpacked(kept[0], kept[1], len(gate)), _unpacked(kept[2], kept[3], len(up))
         middle = int8_input_gradient(grad.reshape(-1, grad.shape[-1]), down, down_scale)
         grad_x = _rotated_gradient(functional.silu(opened) * middle, up, up_scale)
         grad_opened = torch.ops.aten.silu_backward(middle.mul_(inner), opened)
