@@ -286,12 +286,12 @@ class RefragModule(MethodModule):
 
         The loss is then that of gold answers and of the queries in front of them, behind what the rollouts found.
         """
-        if self.written_from_hop is None:
+        limit = self.recipe.eval_batches * self.recipe.global_batch_size
+        questions = [e for e in self.components.validation[:limit] if isinstance(e, Question)]
+        if self.written_from_hop is None or not questions:
             return super().evaluate()
         was_training = self.model.training
         self.model.eval()
-        limit = self.recipe.eval_batches * self.recipe.global_batch_size
-        questions = [e for e in self.components.validation[:limit] if isinstance(e, Question)]
         rolled = roll_out(self.model, self.tokenizer, self.episodes, questions)
         hops = [r.hops for r in rolled.all]
         examples = [e for e in self._given(questions, hops) if e.supervised_tokens]
