@@ -42,7 +42,7 @@ _FORMAT = 1  # one more whenever the same inputs would give another model
 def smollm2_hybrid(cache_dir: Path) -> Path:
     """The folder of the pretrained hybrid: what is kept under ``<cache_dir>/pretrained``, else made now.
 
-    Takes three to five minutes on two cores. Processes that ask at once wait for one of them.
+    Takes two to four minutes on two cores. Processes that ask at once wait for one of them.
 
     Raises:
         CheckpointError: SmolLM2 is not installed.
@@ -109,7 +109,7 @@ def _make(source: Path, folder: Path, cache_dir: Path) -> None:
     from refragkit.training.hardware import Hardware
 
     started = time.perf_counter()
-    log.info("making the pretrained hybrid from %s, once: about five minutes on two cores ...", source.name)
+    log.info("making the pretrained hybrid from %s, once: two to four minutes on two cores ...", source.name)
     tokenizer = Tokenizer.load(source)
     teacher = load_model(source).float().eval()
     texts = split_text(_bundled_pieces(tokenizer)).calibration
