@@ -26,6 +26,7 @@ from refragkit.models.hybrid import HybridLM
 from refragkit.training.hardware import Hardware
 
 TOKENS = 49_152
+ALIGN_TOKENS = 65_536
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_a_short_distillation_brings_six_blocks_near_the_teacher(
 ) -> None:
     student = convert_blocks(teacher, LAYERS, to).eval()
     calibrate(student, teacher, LAYERS, torch.split(texts[0][:16], 4), "cal")
-    settings = dataclasses.replace(recipe(), align_tokens=TOKENS)
+    settings = dataclasses.replace(recipe(), align_tokens=ALIGN_TOKENS)
     student, losses = train_stages(
         student,
         cache,
@@ -89,6 +90,6 @@ def test_a_short_distillation_brings_six_blocks_near_the_teacher(
     for layer in LAYERS:
         curve = losses[f"align_loss/{layer}"]
         assert sum(curve[-5:]) < 0.85 * sum(curve[:5]), layer
-    assert perplexity(student, texts[1]) < 1.12 * perplexity(teacher, texts[1])
+    assert perplexity(student, texts[1]) < 1.1 * perplexity(teacher, texts[1])
     rows = induction_rows(tokenizer.vocab_size, tokenizer.control_ids, 8, 128, seed=0)
     assert induction_perplexity(student, rows) < 1.5 * induction_perplexity(teacher, rows)
