@@ -73,6 +73,15 @@ def test_metrics_csv_has_a_row_for_each_step(refrag: tuple[dict[str, Any], Path]
     with (refrag[1] / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["0", "1", "2"]
+    first, last = (float(row["train/tokens"]) for row in rows[1:])
+    assert (
+        0
+        < first
+        < last
+        == pytest.approx(
+            first + float(rows[2]["train/tokens_per_second"]) * float(rows[2]["time/step_seconds"])
+        )
+    )
     assert all(float(row["train/loss"]) > 0 for row in rows[1:])
     assert rows[1]["val/loss"] == "" and all(float(rows[step]["val/loss"]) > 0 for step in (0, 2))
 

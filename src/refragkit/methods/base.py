@@ -220,6 +220,7 @@ class MethodModule(pl.LightningModule, ABC):
         self.trained_tokens += learnt.tokens
         self.training_seconds += seconds
         metrics["train/tokens_per_second"] = learnt.tokens / seconds
+        metrics["train/tokens"] = float(self.trained_tokens)
         self._record(metrics, step + 1)
         self.shown = {
             label: metrics[name]
