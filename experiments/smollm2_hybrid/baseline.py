@@ -27,7 +27,7 @@ from refragkit.errors import RefragError
 from refragkit.experiment import run_experiment
 from refragkit.models.location import model_location
 from refragkit.retrievers.planners.fit_expand import in_tuning_part
-from refragkit.tasks.evaluate_rag import score
+from refragkit.tasks.rag.tables import score
 
 #: Documents -> overrides, the quickest first.
 DOCUMENTS: Mapping[str, Sequence[str]] = {

@@ -22,7 +22,7 @@ def evaluate(
 
     Args:
         run: the run.
-        rag: of ``evaluate=rag``; see `refragkit.tasks.evaluate_rag.Settings` and ``conf/task/evaluate.yaml``.
+        rag: of ``evaluate=rag``; see `refragkit.tasks.rag.settings.Settings` and ``conf/task/evaluate.yaml``.
         evaluate: ``retrieval``: how much of what questions need the retriever finds; no model is built. ``rag``: how
             well a trained model answers, given what the retriever finds.
         split: the questions to measure on; None is all of them for ``retrieval``, the validation part for ``rag``.
