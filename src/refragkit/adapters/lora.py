@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from refragkit.adapters.low_rank import LowRank
 from refragkit.adapters.report import AdapterReport, Projection, coverage_table
 from refragkit.errors import ConfigError
 from refragkit.models.layers.int8 import Int8Linear
@@ -90,6 +91,13 @@ class LoRALinear(nn.Module):
     def delta(self) -> Tensor:
         """The update of the base weight, s B A [out, in], float32."""
         return (self.lora_B.float() @ self.lora_A.float()) * self.scaling
+
+    @torch.no_grad()
+    def replace(self, update: LowRank) -> None:
+        """Take over another update of the same layer, of whatever rank; an optimiser knows of the old one only."""
+        self.rank, self.alpha, self.rslora = update.rank, update.alpha, update.rslora
+        for parameter, values in ((self.lora_A, update.A), (self.lora_B, update.B)):
+            parameter.data = values.to(parameter.device, torch.float32, copy=True)
 
     def extra_repr(self) -> str:
         """Shown by ``print(model)``."""

@@ -47,6 +47,16 @@ class LowRank:
         """The update s B A [out, in], float32."""
         return (self.B.float() @ self.A.float()) * self.scaling
 
+    def rescaled(self, alpha: float, rslora: bool) -> LowRank:
+        """The same update with another alpha; both factors share the difference."""
+        other = LowRank(self.A, self.B, alpha, rslora)
+        factor = self.scaling / other.scaling
+        if factor == 1:
+            return other
+        # (A negative alpha, which other programs may write, leaves its sign with B)
+        root = math.sqrt(abs(factor))
+        return LowRank(self.A * root, self.B * math.copysign(root, factor), alpha, rslora)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:

@@ -55,7 +55,11 @@ _STEPS_WITHOUT_A_TOKEN = 3
 
 @dataclass
 class Components:
-    """The built objects that a method works on; ``folder`` is the run's, for methods that write files of their own."""
+    """The built objects that a method works on.
+
+    For methods that write files of their own there are ``folder``, the run's, and ``model_path``, where the model's
+    weights came from (None: they are random).
+    """
 
     model: SequenceModel
     tokenizer: Tokenizer
@@ -69,6 +73,7 @@ class Components:
     log_metrics: Callable[[Mapping[str, float], int], None]
     train: Sequence[Question | Conversation] = ()
     folder: Path | None = None
+    model_path: str | None = None
 
 
 @dataclass

@@ -114,6 +114,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
         log_metrics=run.log_metrics,
         train=data.train,
         folder=run.folder,
+        model_path=run.model_path,
     )
     module = recipe.module(components)
     # A method may freeze what it doesn't train.
