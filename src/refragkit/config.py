@@ -36,7 +36,7 @@ GROUPS: tuple[str, ...] = (
 )
 
 # Every other key at the root is a parameter of the task.
-ROOT_KEYS: frozenset[str] = frozenset({*GROUPS, "seed", "dry_run", "paths", "choices"})
+ROOT_KEYS: frozenset[str] = frozenset({*GROUPS, "seed", "dry_run", "resume", "paths", "choices"})
 
 # Constructor parameters that the composition root passes as built objects; they never stand in a YAML file.
 INJECTED: Mapping[str, frozenset[str]] = {
@@ -118,7 +118,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     groups: list[str] = []
     values = []
     parser = OverridesParser.create()
-    root_keys = [*GROUPS, "seed", "dry_run", "paths"]
+    root_keys = [*GROUPS, "seed", "dry_run", "resume", "paths"]
     for text in overrides:
         try:
             (override,) = parser.parse_overrides([text])
@@ -343,7 +343,7 @@ def validate(cfg: DictConfig) -> None:
     extra = task_keys(cfg)
     known = {*ROOT_KEYS, *allowed} - {"choices"}
     problems = [f"unknown key '{key}'{_did_you_mean(key, known)}" for key in extra if key not in allowed]
-    for key, hint in (("seed", int), ("dry_run", bool)):
+    for key, hint in (("seed", int), ("dry_run", bool), ("resume", str | None)):
         if expected := type_problem(cfg.get(key), hint):
             problems.append(f"{key}: expected {expected}, got {cfg.get(key)!r}")
     problems += _path_problems(cfg)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from refragkit.summary import Summary
     from refragkit.tracking.base import Tracking
     from refragkit.training.hardware import Hardware
+    from refragkit.training.resume import EarlierRun
     from refragkit.types import Document
 
 log = logging.getLogger("refragkit")
@@ -47,13 +48,22 @@ class Run:
         folder: the run folder.
         tracking: where metrics go.
         summary: filled by the task; ``metrics`` and ``artifacts`` above all.
+        checkpoint: from which a resumed run goes on; None from the start.
     """
 
-    def __init__(self, cfg: DictConfig, folder: Path, tracking: Tracking, summary: Summary) -> None:
+    def __init__(
+        self,
+        cfg: DictConfig,
+        folder: Path,
+        tracking: Tracking,
+        summary: Summary,
+        checkpoint: Path | None = None,
+    ) -> None:
         self.cfg = cfg
         self.folder = folder
         self.tracking = tracking
         self.summary = summary
+        self.checkpoint = checkpoint
         self.seed: int = cfg.seed
 
     @property
@@ -147,7 +157,9 @@ class Run:
 
     def apply_adapter(self, model: SequenceModel) -> AdapterReport:
         """Put the configured adapter on ``model`` and count its parameters for the summary."""
-        report: AdapterReport = self._build("adapter").apply(model, seed=self.seed)
+        report: AdapterReport = self._build("adapter").apply(
+            model, seed=self.seed, base=self.model_path
+        )
         self.summary.total_parameters = report.total_parameters
         self.summary.trainable_parameters = report.trainable_parameters
         return report
@@ -217,7 +229,7 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
 
     Args:
         cfg: a composed configuration (``refragkit.compose``).
-        folder: the run folder; made if missing.
+        folder: the run folder; made if missing. With ``resume`` that of the earlier run, where there is one.
         command: the command line, for the summary.
 
     Returns:
@@ -226,15 +238,31 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
     from omegaconf import OmegaConf
 
     from refragkit.config import flatten, instantiate, validate
-    from refragkit.console import close_logging, print_config, print_error, setup_logging
+    from refragkit.console import close_logging, console, print_config, print_error, setup_logging
     from refragkit.summary import Summary, git_commit, peak_rss_bytes, reset_peak_rss
+    from refragkit.training.resume import config_hash, earlier_run, lock_run
 
     folder = folder.absolute()
-    if (folder / "summary.json").exists():
-        message = f"{_shown(folder)} holds an earlier run; choose another folder (hydra.run.dir=...)"
-        print_error(message)
-        return Summary(status="failed", error=message)
-    folder.mkdir(parents=True, exist_ok=True)
+    earlier: EarlierRun | None = None
+    try:
+        if cfg.resume is not None:
+            validate(cfg)
+            earlier = earlier_run(cfg)
+        if earlier is not None and earlier.finished:
+            console.print(f"{_shown(earlier.folder)} is finished, and not done again", highlight=False)
+            return Summary.read(earlier.folder / "summary.json")
+        if earlier is not None:
+            folder = earlier.folder
+        elif (folder / "summary.json").exists():
+            raise ConfigError(
+                f"{_shown(folder)} holds an earlier run; choose another folder (hydra.run.dir=...), or go on with it"
+                f" (resume={_shown(folder)})"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(folder)
+    except RefragError as error:
+        print_error(str(error))
+        return Summary(status="failed", error=str(error))
     setup_logging(folder / "train.log")
     reset_peak_rss()
     started = time.perf_counter()
@@ -247,7 +275,15 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
         seed=cfg.seed if isinstance(cfg.seed, int) else 0,
         git_commit=git_commit(),
         command=command,
+        config_hash=config_hash(cfg),
     )
+    before = 0.0
+    if earlier is not None:
+        before = float(earlier.summary.get("wall_seconds") or 0)
+        summary.resumed = int(earlier.summary.get("resumed") or 0) + 1
+        summary.mlflow_run_id = earlier.summary.get("mlflow_run_id")
+        summary.metrics = dict(earlier.summary.get("metrics") or {})
+        summary.artifacts = dict(earlier.summary.get("artifacts") or {})
     summary.write(folder / "summary.json")
     tracking: Tracking | None = None
     try:
@@ -267,9 +303,10 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
                 "mlflow.source.type": "LOCAL",
                 "mlflow.source.git.commit": summary.git_commit or "",
             },
+            run_id=summary.mlflow_run_id,
         )
         tracking.log_artifact(folder / "config.yaml")
-        run = Run(cfg, folder, tracking, summary)
+        run = Run(cfg, folder, tracking, summary, None if earlier is None else earlier.checkpoint)
         instantiate(cfg, "task", run=run)
         summary.status = "finished"
     except RefragError as error:
@@ -285,7 +322,7 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
         summary.status, summary.error = "failed", f"{type(error).__name__}: {error}"
         print_error(f"{summary.error}\nThe traceback is in {_shown(folder / 'train.log')}")
     finally:
-        summary.wall_seconds = time.perf_counter() - started
+        summary.wall_seconds = before + time.perf_counter() - started
         summary.peak_rss_bytes = peak_rss_bytes()
         summary.write(folder / "summary.json")
         if tracking is not None:
@@ -299,6 +336,7 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
     if summary.status == "finished":
         log.info("finished in %.0f s: %s", summary.wall_seconds, _shown(folder / "summary.json"))
     close_logging()
+    lock.release()
     return summary
 
 
@@ -346,13 +384,39 @@ def _job(cfg: DictConfig) -> float | None:
     command = shlex.join([*_program(), *hydra.overrides.task])
     if hydra.mode == RunMode.MULTIRUN:
         print(f"\njob {hydra.job.num}: {' '.join(hydra.overrides.task)}", flush=True)
-    summary = run_experiment(cfg, Path(hydra.runtime.output_dir), command)
+    asked_for = [override for override in hydra.overrides.task if not override.startswith("resume=")]
+    folder = Path(hydra.runtime.output_dir)
+    if cfg.resume not in (None, "auto") and not asked_for:
+        cfg = _stored(cfg)
+    summary = run_experiment(cfg, folder, command)
+    if folder.exists() and not any(folder.iterdir()):  # Hydra makes one, and a resumed run has its own
+        folder.rmdir()
     if summary.status != "finished":
         code = 130 if summary.status == "interrupted" else 1
         if hydra.mode != RunMode.MULTIRUN or code == 130:
             sys.exit(code)
         _failed_jobs.append(f"job {hydra.job.num} ({' '.join(hydra.overrides.task)}): {summary.error}")
     return summary.metrics.get("val/f1")
+
+
+def _stored(cfg: DictConfig) -> DictConfig:
+    """The configuration of the run that ``resume=DIR`` alone names; what was given where there is none."""
+    from omegaconf import open_dict
+
+    from refragkit.console import print_error
+    from refragkit.training.resume import stored_config
+
+    folder = Path(str(cfg.resume)).expanduser()
+    if not (folder / "config.yaml").exists():
+        return cfg  # run_experiment says what is wrong with it
+    try:
+        stored = stored_config(folder)
+    except ConfigError as error:
+        print_error(str(error))
+        sys.exit(1)
+    with open_dict(stored):
+        stored.resume = cfg.resume
+    return stored
 
 
 def _program() -> list[str]:

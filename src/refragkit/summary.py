@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,15 @@ class Summary:
     peak_rss_bytes: int = 0
     train_tokens_per_second: float | None = None
     error: str | None = None
+    config_hash: str | None = None
+    resumed: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> Summary:
+        """What `write` wrote; keys of other versions are left out."""
+        known = {f.name for f in fields(cls)}
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{key: value for key, value in found.items() if key in known})
 
     def write(self, path: Path) -> None:
         """Write as JSON; numbers that JSON lacks (NaN, infinity) become null."""

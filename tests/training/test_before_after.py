@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from refragkit.training.before_after import BeforeAfter
-from refragkit.training.callbacks import Evaluated, same_file
+from refragkit.training.callbacks import Evaluated
+from refragkit.training.checkpoints import same_file
 
 
 def record(identifier: str, f1: float, completion: str = "an answer") -> dict[str, Any]:

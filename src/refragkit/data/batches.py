@@ -76,9 +76,23 @@ class SequentialBatches(Dataset[Batch]):
         return Batch(index=index, examples=list(self.examples[start : start + self.batch_size]))
 
 
+class StepLoader(DataLoader[Any]):
+    """A loader without a state: where it begins is in its data set, as ``first_step``.
+
+    Lightning asks for one before it goes on in the middle of an epoch.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """There is nothing to restore."""
+
+
 def batch_loader(batches: BatchDataset | SequentialBatches) -> DataLoader[Any]:
     """A loader that yields the batches in order, one `Batch` at a time.
 
     In this process: a batch holds questions, not tensors, so workers would only cost their start.
     """
-    return DataLoader(batches, batch_size=None, shuffle=False, num_workers=0)
+    return StepLoader(batches, batch_size=None, shuffle=False, num_workers=0)

@@ -51,6 +51,8 @@ log = logging.getLogger("refragkit")
 
 # A run that has trained on nothing after so many steps will not do better later.
 _STEPS_WITHOUT_A_TOKEN = 3
+# What a checkpoint keeps of a module beside its weights.
+_PROGRESS = ("history", "dropped_examples", "truncated_documents", "trained_tokens", "training_seconds")
 
 
 @dataclass
@@ -179,7 +181,8 @@ class MethodModule(pl.LightningModule, ABC):
         return build_adamw(self.model, self.learning_rates, weight_decay=self.recipe.weight_decay)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Of an adapted model, keep what is trained: the rest is its base, which is read or drawn again."""
+        """Add the progress; of an adapted model, keep what is trained: its base is read or drawn again."""
+        checkpoint["progress"] = {name: getattr(self, name) for name in _PROGRESS}
         if any(True for _ in lora_layers(self.model)):
             trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
             state: dict[str, Any] = checkpoint["state_dict"]
@@ -190,7 +193,10 @@ class MethodModule(pl.LightningModule, ABC):
             }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Let what an adapted model's checkpoint leaves out be missing."""
+        """Restore the progress; let what an adapted model's checkpoint leaves out be missing."""
+        for name, value in checkpoint["progress"].items():
+            setattr(self, name, value)
+        _begin_anew(checkpoint["loops"]["fit_loop"])
         if any(True for _ in lora_layers(self.model)):
             self.strict_loading = False
 
@@ -470,3 +476,11 @@ def tail(prompt: Sequence[int], example: Rendered) -> Rendered:
     """What is left of an example when all but the last token of its prompt has been read."""
     start = len(prompt) - 1
     return Rendered(example.input_ids[start:], example.loss_mask[start:])
+
+
+def _begin_anew(fit_loop: dict[str, Any]) -> None:
+    """Let Lightning count batches from 0 again, but not steps: the loader begins with the next one."""
+    for name in ("epoch_progress", "epoch_loop.batch_progress"):
+        for counts in (fit_loop[name]["total"], fit_loop[name]["current"]):
+            counts.update(dict.fromkeys(counts, 0))
+    fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False

@@ -50,6 +50,7 @@ class Recipe:
         eval_at_start: evaluate the model before the first step too, so that the end can be compared with it.
         eval_every: optimiser steps between evaluations; the last step is always evaluated.
         eval_batches: evaluate at most this many global batches.
+        save_every: optimiser steps between checkpoints; null: one with each evaluation.
         log_every: optimiser steps between log lines.
     """
 
@@ -73,6 +74,7 @@ class Recipe:
     eval_at_start: bool
     eval_every: int
     eval_batches: int
+    save_every: int | None
     log_every: int
 
     needs_recurrence: ClassVar[bool] = False
@@ -90,8 +92,10 @@ class Recipe:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ConfigError(f"method.{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ConfigError(f"method.max_steps: expected null or at least 1, got {self.max_steps}")
+        for name in ("max_steps", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"method.{name}: expected null or at least 1, got {value}")
         rates = ("embedding_lr", "unembedding_lr", "matrix_lr", "init_lr_frac", "scratch_lr_frac")
         for name in (
             "frozen_blocks",

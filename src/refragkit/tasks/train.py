@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from refragkit.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from refragkit.data.datamodule import DataModule
     from refragkit.experiment import Run
     from refragkit.methods.base import MethodModule
@@ -93,7 +95,9 @@ def _fit(run: Run, recipe: Recipe) -> None:
     from refragkit.console import route_library_logs
     from refragkit.methods.base import Components
     from refragkit.training.callbacks import Evaluation, StepLog
+    from refragkit.training.checkpoints import Checkpoints
     from refragkit.training.progress import TrainingProgress
+    from refragkit.training.stop import StopRequest
 
     route_library_logs()
     data = run.data
@@ -126,11 +130,20 @@ def _fit(run: Run, recipe: Recipe) -> None:
         f"{run.summary.trainable_parameters:,}",
         model.block_pattern,
     )
-    loader = data.train_loader(recipe.examples_per_step, n_steps)
+    first_step = 0 if run.checkpoint is None else _go_back(run, run.checkpoint, data.fingerprint)
+    # Lightning warns of a loader without a batch, even where it takes none
+    loader = data.train_loader(recipe.examples_per_step, n_steps, min(first_step, n_steps - 1))
     hardware = run.hardware
+    stop = StopRequest()
     evaluation = Evaluation(
+        run.folder, on_records=lambda records, step: run.tracking.log_traces(records[:16], step)
+    )
+    checkpoints = Checkpoints(
         run.folder,
-        on_records=lambda records, step: run.tracking.log_traces(records[:16], step),
+        evaluation,
+        recipe.save_every,
+        data.fingerprint,
+        stop,
         on_saved=lambda: _save_progress(run, module),
     )
     trainer = pl.Trainer(
@@ -144,6 +157,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
             TrainingProgress(),
             StepLog(),
             evaluation,
+            checkpoints,
         ],
         logger=False,
         enable_checkpointing=False,
@@ -153,8 +167,8 @@ def _fit(run: Run, recipe: Recipe) -> None:
         default_root_dir=run.folder,
     )
     log.info(
-        "training: %d steps of %d examples (micro batches of %d), %d training and %d validation examples in use, %s",
-        n_steps,
+        "training: %s of %d examples (micro batches of %d), %d training and %d validation examples in use, %s",
+        f"steps {first_step + 1} to {n_steps}" if first_step else f"{n_steps} steps",
         recipe.examples_per_step,
         module.micro_batch_size,
         len(data.train),
@@ -162,7 +176,10 @@ def _fit(run: Run, recipe: Recipe) -> None:
         hardware.resolved_precision(),
     )
     try:
-        trainer.fit(module, loader)
+        with stop.listening():
+            trainer.fit(module, loader, ckpt_path=run.checkpoint, weights_only=True)
+        if first_step == n_steps:  # nothing was left to train, and Lightning has called none of the hooks
+            module.on_train_end()
     finally:
         _save_progress(run, module)
         for name in ("metrics.csv", "plots/training.png", "samples.jsonl"):
@@ -176,6 +193,31 @@ def _fit(run: Run, recipe: Recipe) -> None:
     _export(run, model)
     if evaluation.first is not None and evaluation.last is not None:
         _compare(run, evaluation.first, evaluation.last)
+
+
+def _go_back(run: Run, checkpoint: Path, fingerprint: str) -> int:
+    """Bring the run's files to where a checkpoint was.
+
+    Returns:
+        The steps that it has taken.
+
+    Raises:
+        CheckpointError: it can't be read, or a file has lost what it held then.
+        ConfigError: the data have changed since.
+    """
+    from refragkit.training.checkpoints import Checkpoints, callback_state, cut_back, read_header
+
+    header = read_header(checkpoint)
+    state = callback_state(header, Checkpoints)
+    if state["fingerprint"] != fingerprint:
+        raise ConfigError(
+            f"{checkpoint}: was trained on other data: data={run.cfg.choices.data}"
+            f" ({run.cfg.data.path or 'bundled sample'}) has changed since; put the files back, or begin a new run"
+        )
+    cut_back(run.folder, state["sizes"])
+    step = int(header["global_step"])
+    log.info("going on behind step %d (%s)", step, checkpoint.name)
+    return step
 
 
 def _compare(run: Run, before: Evaluated, after: Evaluated) -> None:

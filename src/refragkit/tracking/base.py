@@ -10,8 +10,14 @@ from typing import Any, Protocol
 class Tracking(Protocol):
     """A tracking store; every method may be called on any process of a run."""
 
-    def start(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> str | None:
-        """Open a run with flat parameters and return its id, if the store has one."""
+    def start(
+        self,
+        run_name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        run_id: str | None = None,
+    ) -> str | None:
+        """Open a run with flat parameters, or go on with ``run_id``; return its id, if the store has one."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics at an optimiser step."""

@@ -41,15 +41,23 @@ class MLflowTracking:
         self.outputs = outputs
         self.run_id: str | None = None
         self._experiment_id = ""
+        self._logged: dict[str, int] = {}  # of a resumed run: the last step of each metric
         self._client: MlflowClient | None = None
 
-    def start(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> str | None:
+    def start(
+        self,
+        run_name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        run_id: str | None = None,
+    ) -> str | None:
         """Open an MLflow run.
 
         Args:
             run_name: shown in the UI.
             params: flat parameters.
             tags: further text.
+            run_id: of a run to go on with; where the store has it no longer, a new one is opened.
 
         Returns:
             The run id.
@@ -67,6 +75,8 @@ class MLflowTracking:
         try:
             self._open()
             assert self._client is not None
+            if run_id is not None and self._go_on(run_id):
+                return run_id
             run = self._client.create_run(
                 self._experiment_id, run_name=run_name, tags={k: v for k, v in tags.items() if v}
             )
@@ -78,6 +88,26 @@ class MLflowTracking:
         self.run_id = run.info.run_id
         self._log_params(params)
         return self.run_id
+
+    def _go_on(self, run_id: str) -> bool:
+        """Open an earlier run again; False where there is none.
+
+        A store can't take back what it was told, and a resumed run repeats some steps: what is there stays as it is.
+        """
+        from mlflow.exceptions import MlflowException
+
+        assert self._client is not None
+        try:
+            run = self._client.get_run(run_id)
+        except MlflowException as error:
+            log.warning("the MLflow run %s can't be opened again (%s); a new one begins", run_id, error)
+            return False
+        self.run_id = run_id
+        self._client.update_run(run_id, status="RUNNING")
+        for name in run.data.metrics:
+            history = self._client.get_metric_history(run_id, name)
+            self._logged[name] = max((metric.step for metric in history), default=-1)
+        return True
 
     def _local_uri(self) -> str:
         return f"sqlite:///{self.outputs / 'mlflow.db'}"
@@ -133,7 +163,9 @@ class MLflowTracking:
             return
         now = int(time.time() * 1000)
         entries = [
-            Metric(_metric_name(k), float(v), now, step) for k, v in metrics.items() if math.isfinite(v)
+            Metric(name, float(value), now, step)
+            for name, value in ((_metric_name(k), v) for k, v in metrics.items())
+            if math.isfinite(value) and step > self._logged.get(name, -1)
         ]
         if entries:
             self._client.log_batch(self.run_id, metrics=entries)

@@ -10,7 +10,13 @@ from typing import Any
 class NoTracking:
     """Records nothing outside the run folder."""
 
-    def start(self, run_name: str, params: Mapping[str, Any], tags: Mapping[str, str]) -> str | None:
+    def start(
+        self,
+        run_name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, str],
+        run_id: str | None = None,
+    ) -> str | None:
         """Return None: there is no run id."""
         return None
 

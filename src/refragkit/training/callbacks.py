@@ -1,11 +1,10 @@
-"""Lightning callbacks: evaluation and checkpoints at fixed steps, log lines, files of metrics."""
+"""Lightning callbacks: evaluation at fixed steps, log lines, files of metrics."""
 
 from __future__ import annotations
 
 import csv
+import json
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,15 +38,15 @@ class Evaluated:
 
 
 class Evaluation(pl.Callback):
-    """Evaluates before the first step, every ``eval_every`` steps and after the last one; keeps checkpoints.
+    """Evaluates before the first step, every ``eval_every`` steps and after the last one.
 
     Args:
-        folder: the run folder; checkpoints go to ``checkpoints/``, answers to ``samples.jsonl``.
-        monitor: metric that decides which checkpoint is best, lower is better.
+        folder: the run folder; answers go to ``samples.jsonl``.
+        monitor: metric that decides which evaluation is best, lower is better.
         on_records: called with the records of the last evaluation.
-        on_saved: called after each evaluation, when its checkpoints are written.
 
     Attributes:
+        best_step: step of the best evaluation so far, 0 before any.
         first: the evaluation before the first step; None where ``eval_at_start`` is off.
         last: the latest one after a step.
     """
@@ -57,33 +56,42 @@ class Evaluation(pl.Callback):
         folder: Path,
         monitor: str = "val/loss",
         on_records: Callable[[list[dict[str, Any]], int], None] | None = None,
-        on_saved: Callable[[], None] | None = None,
     ) -> None:
         self.folder = folder
         self.monitor = monitor
         self.on_records = on_records
-        self.on_saved = on_saved
         self.best = float("inf")
         self.best_step = 0
         self.first: Evaluated | None = None
         self.last: Evaluated | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Best value so far and its step."""
-        return {"best": self.best, "best_step": self.best_step}
+        """What was found so far; the records are in ``samples.jsonl``."""
+        evaluations = {"first": self.first, "last": self.last}
+        return {
+            "best": self.best,
+            "best_step": self.best_step,
+            **{name: [e.step, e.metrics] for name, e in evaluations.items() if e is not None},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""
         self.best, self.best_step = state_dict["best"], state_dict["best_step"]
+        self.first, self.last = (self._restored(state_dict.get(name)) for name in ("first", "last"))
+
+    def _restored(self, saved: tuple[int, dict[str, float]] | None) -> Evaluated | None:
+        if saved is None:
+            return None
+        step, metrics = saved
+        path = self.folder / "samples.jsonl"
+        records = [] if not path.exists() else map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        return Evaluated(step, dict(metrics), [record for record in records if record["step"] == step])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the checkpoint folder, and measure the model that training starts from."""
+        """Measure the model that training starts from."""
         assert isinstance(pl_module, MethodModule)
-        (self.folder / "checkpoints").mkdir(exist_ok=True)
         if pl_module.recipe.eval_at_start and trainer.global_step == 0:
             self.first = self._evaluate(trainer, pl_module)
-            if self.on_saved is not None:
-                self.on_saved()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Batch, batch_idx: int
@@ -94,15 +102,9 @@ class Evaluation(pl.Callback):
         if step % pl_module.recipe.eval_every and step != n_steps:
             return
         self.last = self._evaluate(trainer, pl_module)
-        last, best = (self.folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
-        save_checkpoint(trainer, last)
         value = self.last.metrics.get(self.monitor, float("nan"))
         if value < self.best:
             self.best, self.best_step = value, step
-            if trainer.is_global_zero:
-                same_file(last, best)
-        if self.on_saved is not None:
-            self.on_saved()
         if step == n_steps and self.on_records is not None:
             self.on_records(self.last.records, step)
 
@@ -172,28 +174,6 @@ def _line(metrics: Mapping[str, float], shown: Mapping[str, str]) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
-def save_checkpoint(trainer: pl.Trainer, path: Path) -> None:
-    """Save a Lightning checkpoint under a temporary name, then rename, so that ``path`` is always whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    trainer.save_checkpoint(temporary)
-    if trainer.is_global_zero:
-        temporary.replace(path)
-
-
-def same_file(source: Path, path: Path) -> None:
-    """Let ``path`` be what ``source`` is now: a second name where the file system has links, else a copy.
-
-    ``source`` may be replaced later, as ``save_checkpoint`` does, without a change to ``path``.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
-    temporary.replace(path)
 
 
 def write_metrics_csv(path: Path, history: Sequence[Mapping[str, float]]) -> None:
