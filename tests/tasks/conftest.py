@@ -29,6 +29,23 @@ def spread(factory: Any, tokenizer: Tokenizer, **options: Any) -> SequenceModel:
     return model
 
 
+@torch.no_grad()
+def searching_model(tokenizer: Tokenizer, searching: float = 3.0) -> SequenceModel:
+    """Its head likes to search where a turn begins, at some turns more than to answer."""
+    model = spread(hybrid, tokenizer).eval()
+    special = tokenizer.special_ids
+    ids = [
+        special["<|user|>"],
+        *tokenizer.encode("Who wrote it?"),
+        special["<|end|>"],
+        special["<|assistant|>"],
+    ]
+    hidden, _ = model.hidden_states(torch.tensor([ids]))
+    head = model.get_parameter("lm_head.weight")
+    head[special["<|search|>"]] = searching * hidden[0, -1] / hidden[0, -1].norm()
+    return model
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return Tokenizer.train(TEXTS, 300)

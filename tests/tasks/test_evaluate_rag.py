@@ -23,7 +23,8 @@ from refragkit.methods.episodes import EpisodeBuilder
 from refragkit.models.checkpoint import load_model
 from refragkit.retrievers.bm25 import bm25
 from refragkit.rewards.answer_f1 import AnswerF1
-from refragkit.tasks.rag.measuring import _batches, answer_all, evaluate_rag
+from refragkit.tasks.rag.answering import _batches, answer_all
+from refragkit.tasks.rag.measuring import evaluate_rag
 from refragkit.tasks.rag.prompts import build_prompt, prompt_text, shuffled
 from refragkit.tasks.rag.settings import Settings, check_settings
 from refragkit.tasks.rag.tables import score, sweep_rows, sweep_table

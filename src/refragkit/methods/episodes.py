@@ -6,11 +6,12 @@ after the first search and its passages are never searched for twice in a run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from refragkit.data.conversation import Rendered, conversation_from_hops, prepare_prompt, render
-from refragkit.types import Conversation, Hop, Question, TokenSequence
+from refragkit.types import Conversation, Hop, Message, Question, TokenSequence
 
 if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class EpisodeBuilder:
         max_new_tokens: tokens kept free for an answer when a prompt is cut to size.
         max_document_tokens: tokens of one document; None means no limit of its own.
         order: where the question stands, one of ``refragkit.data.conversation.ORDERS``.
+        front: the turns in front of a question, such as a system turn or examples; None for none.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class EpisodeBuilder:
         max_new_tokens: int,
         max_document_tokens: int | None = None,
         order: str = "question_first",
+        front: Callable[[Question], Sequence[Message]] | None = None,
     ) -> None:
         self.retriever = retriever
         self.tokenizer = tokenizer
@@ -44,6 +47,7 @@ class EpisodeBuilder:
         self.max_new_tokens = max_new_tokens
         self.max_document_tokens = max_document_tokens
         self.order = order
+        self.front = front
         self._hops: dict[str, tuple[Hop, ...]] = {}
 
     def retrieve(self, questions: Sequence[Question]) -> list[tuple[Hop, ...]]:
@@ -62,8 +66,9 @@ class EpisodeBuilder:
 
     def prepare(self, question: Question, hops: Sequence[Hop]) -> Rendered:
         """The prompt, and how many documents had to be cut for it."""
+        asked = conversation_from_hops(question.question, hops, conversation_id=question.id, order=self.order)
         return prepare_prompt(
-            conversation_from_hops(question.question, hops, conversation_id=question.id, order=self.order),
+            self.with_front(question, asked),
             self.tokenizer,
             self.max_seq_len,
             self.max_new_tokens,
@@ -72,11 +77,16 @@ class EpisodeBuilder:
 
     def example(self, question: Question, hops: Sequence[Hop], answer: str) -> Rendered:
         """The prompt followed by ``answer`` and the end token, which alone are supervised."""
-        return self.conversation(
-            conversation_from_hops(
-                question.question, hops, answer, conversation_id=question.id, order=self.order
-            )
+        answered = conversation_from_hops(
+            question.question, hops, answer, conversation_id=question.id, order=self.order
         )
+        return self.conversation(self.with_front(question, answered))
+
+    def with_front(self, question: Question, conversation: Conversation) -> Conversation:
+        """The conversation of a question behind what stands in front of it."""
+        if self.front is None:
+            return conversation
+        return replace(conversation, messages=(*self.front(question), *conversation.messages))
 
     def conversation(self, conversation: Conversation) -> Rendered:
         """A whole conversation with its loss mask; without tokens where it can't be used."""

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from refragkit.data.conversation import (
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from refragkit.retrievers.multi_hop import MultiHopRetriever
     from refragkit.retrievers.planners.base import Trail
 
-Ended = Literal["end_token", "max_new_tokens", "no_answer", "too_long"]
+Ended = Literal["end_token", "stop_string", "max_new_tokens", "no_answer", "too_long"]
 
 
 @dataclass(slots=True)
@@ -63,11 +63,15 @@ class Rollout:
         logprobs: of the written tokens, in order, under the model that wrote them (temperature 1), in nats.
         prompt_tokens: tokens before the first turn of the model, the same for all samples of a question.
         text: the answer without special tokens; empty where the run ended without one.
-        ended: by the end token; by running out of tokens in the answer; without an answer, because the last turn
-            searched again; or because what had to be read didn't fit.
+        ended: by the end token; by the listener; by running out of tokens in the answer; without an answer, because the
+            last turn searched again; or because what had to be read didn't fit.
         searches: queries that the model wrote.
         cut_turns: its turns, queries and answer, that ran out of tokens.
-        documents_cut: documents that were shortened or left out.
+        shortened_documents: documents that lost their end.
+        left_out_documents: documents that were left out whole.
+        tokens_read: tokens that went through the model for it. What a group shares counts for its first rollout.
+        tokens_reread: as many as would have without any state kept between turns or shared between samples.
+        first_token_seconds: of each turn, from when its batch began to read to its first token.
     """
 
     question: Question
@@ -80,7 +84,21 @@ class Rollout:
     ended: Ended = "too_long"
     searches: int = 0
     cut_turns: int = 0
-    documents_cut: int = 0
+    shortened_documents: int = 0
+    left_out_documents: int = 0
+    tokens_read: int = 0
+    tokens_reread: int = 0
+    first_token_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def documents_cut(self) -> int:
+        """Documents that were shortened or left out."""
+        return self.shortened_documents + self.left_out_documents
+
+    @property
+    def turn_starts(self) -> list[int]:
+        """How many tokens stand in front of each turn of the model."""
+        return [n for n, (before, now) in enumerate(pairwise((False, *self.written))) if now and not before]
 
     def as_example(self) -> Rendered:
         """Everything in order, of which what the model wrote is learnt."""
@@ -93,16 +111,12 @@ class Rollouts:
 
     Attributes:
         groups: ``[question][sample]``.
-        tokens_read: real tokens that went through the model.
-        tokens_reread: as many as would have without any state kept between turns or shared between samples.
         turns: batched generations.
         generate_seconds: in the model.
         retrieve_seconds: in the retriever.
     """
 
     groups: list[list[Rollout]]
-    tokens_read: int = 0
-    tokens_reread: int = 0
     turns: int = 0
     generate_seconds: float = 0.0
     retrieve_seconds: float = 0.0
@@ -111,6 +125,21 @@ class Rollouts:
     def all(self) -> list[Rollout]:
         """Question by question, sample by sample."""
         return [rollout for group in self.groups for rollout in group]
+
+    @property
+    def tokens_read(self) -> int:
+        """Real tokens that went through the model."""
+        return sum(rollout.tokens_read for rollout in self.all)
+
+    @property
+    def tokens_reread(self) -> int:
+        """As many as would have without any state kept between turns or shared between samples."""
+        return sum(rollout.tokens_reread for rollout in self.all)
+
+
+TurnListener = Callable[[Rollout, int], bool]
+"""Called as ``listener(rollout, token_id)`` for each token as it is written, before the rollout holds any of its turn.
+What it returns says whether the turn ends here. Greedy samples that have not parted are heard of once, as the first."""
 
 
 def first_written_hop(episodes: EpisodeBuilder) -> int | None:
@@ -128,9 +157,12 @@ def roll_out(
     *,
     group_size: int = 1,
     temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
     seed: int = 0,
     return_logprobs: bool = False,
     prefill_tokens: int = PREFILL_TOKENS,
+    listener: TurnListener | None = None,
 ) -> Rollouts:
     """Answer each question ``group_size`` times, with searches on the way.
 
@@ -141,11 +173,17 @@ def roll_out(
         questions: N questions.
         group_size: G rollouts of each.
         temperature: 0 is greedy, and then all samples are the same.
+        top_p: sample from the fewest likeliest tokens that hold this much probability.
+        top_k: sample from this many of the likeliest tokens; 0 from all.
         seed: of the sampling.
         return_logprobs: keep the log-probability of each written token.
         prefill_tokens: at most so many tokens are read at once, which bounds memory.
+        listener: hears of every token.
     """
-    work = _Work(model, tokenizer, episodes, group_size, temperature, seed, return_logprobs, prefill_tokens)
+    config = GenerationConfig(episodes.max_new_tokens, temperature, top_p, top_k, (tokenizer.end_id,))
+    work = _Work(
+        model, tokenizer, episodes, group_size, config, seed, return_logprobs, prefill_tokens, listener
+    )
     retriever = episodes.retriever
     if retriever is not None and isinstance(retriever.planner, ModelPlanner):
         return work.live(questions, retriever, retriever.planner)
@@ -177,19 +215,21 @@ class _Work:
         tokenizer: Tokenizer,
         episodes: EpisodeBuilder,
         group_size: int,
-        temperature: float,
+        config: GenerationConfig,
         seed: int,
         return_logprobs: bool,
         prefill_tokens: int,
+        listener: TurnListener | None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.episodes = episodes
         self.group_size = group_size
-        self.config = GenerationConfig(episodes.max_new_tokens, temperature, stop_ids=(tokenizer.end_id,))
+        self.config = config
         self.seed = seed
         self.return_logprobs = return_logprobs
         self.prefill_tokens = prefill_tokens
+        self.listener = listener
         self.result = Rollouts([])
         self.state: ModelState | None = None
 
@@ -293,14 +333,17 @@ class _Work:
         closing, opening = self._follow_up(
             row.query, hop.new_documents, self.bare_opening_tokens + room // (later + 1)
         )
-        rollout.documents_cut += opening.truncated_documents + opening.left_out_documents
+        rollout.shortened_documents += opening.truncated_documents
+        rollout.left_out_documents += opening.left_out_documents
         if opening.dropped:
             row.stop("too_long")
         row.unread = [*([] if row.ended_turn else closing), *opening.input_ids]
 
     def _prompt(self, question: Question, hops: Sequence[Hop], max_tokens: int) -> Rendered:
         return prepare_prompt(
-            conversation_from_hops(question.question, hops, conversation_id=question.id),
+            self.episodes.with_front(
+                question, conversation_from_hops(question.question, hops, conversation_id=question.id)
+            ),
             self.tokenizer,
             max_tokens,
             0,
@@ -330,7 +373,8 @@ class _Work:
         for row in group:
             row.rollout.hops = hops
             row.rollout.prompt_tokens = len(prompt.input_ids)
-            row.rollout.documents_cut = prompt.truncated_documents + prompt.left_out_documents
+            row.rollout.shortened_documents = prompt.truncated_documents
+            row.rollout.left_out_documents = prompt.left_out_documents
             row.unread = prompt.input_ids
             if not prompt.input_ids:
                 row.stop("too_long")
@@ -359,6 +403,13 @@ class _Work:
             The new state in a list; an empty one after the last turn.
         """
         prompts = [row.unread for row in rows[::samples]]
+        seconds: dict[int, float] = {}
+
+        def hear(prompt: int, sample: int, token_id: int) -> bool:
+            row = prompt * samples + sample
+            seconds.setdefault(row, time.perf_counter() - started)
+            return self.listener is not None and self.listener(rows[row].rollout, token_id)
+
         settings: dict[str, Any] = {
             "pad_id": self.tokenizer.pad_id,
             "seed": derive_seed(self.seed, "turn", self.result.turns, samples),
@@ -366,6 +417,7 @@ class _Work:
             "state": state,
             "return_logprobs": self.return_logprobs,
             "max_batch_tokens": self.prefill_tokens,
+            "on_token": hear,
         }
         states: list[ModelState] = []
         started = time.perf_counter()
@@ -376,11 +428,12 @@ class _Work:
             completions, states = generated.completions, [generated.state]
         self.result.generate_seconds += time.perf_counter() - started
         decoded = 1 if self.config.temperature == 0 else samples  # greedy samples are decoded once
-        for prompt, same in zip(prompts, completions, strict=True):
-            self.result.tokens_read += len(prompt)
-            self.result.tokens_read += sum(len(c.token_ids) - last for c in same[:decoded])
-        for place, (row, completion) in enumerate(zip(rows, chain(*completions), strict=True), offset):
-            row.place = place
+        for n, (row, completion) in enumerate(zip(rows, chain(*completions), strict=True)):
+            row.place = offset + n
+            first = n - n % samples
+            row.rollout.first_token_seconds.append(seconds.get(n, seconds[first]))
+            row.rollout.tokens_read += len(row.unread) if n == first else 0
+            row.rollout.tokens_read += len(completion.token_ids) - last if n - first < decoded else 0
             self._hear(row, completion, last)
         return states
 
@@ -391,12 +444,13 @@ class _Work:
         rollout.written += [False] * len(row.unread) + [True] * len(ids)
         rollout.logprobs += completion.logprobs or ()
         row.unread = []
-        self.result.tokens_reread += len(rollout.token_ids) - 1
+        rollout.tokens_reread += len(rollout.token_ids) - 1
         row.ended_turn = completion.finished
-        rollout.cut_turns += not completion.finished
+        rollout.cut_turns += not (completion.finished or completion.interrupted)
         query, text = read_turn(completion.content_ids, self.tokenizer)
         if query is None:
-            row.stop("end_token" if completion.finished else "max_new_tokens", text)
+            stopped: Ended = "stop_string" if completion.interrupted else "max_new_tokens"
+            row.stop("end_token" if completion.finished else stopped, text)
         elif last or row.must_answer:
             row.stop("no_answer")
         else:

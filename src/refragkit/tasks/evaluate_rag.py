@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refragkit.errors import ConfigError, DataError
+from refragkit.retrievers.planners.model import ModelPlanner
 from refragkit.tasks.evaluate_retrieval import Row, as_metrics, write_atomically, write_csv
+from refragkit.tasks.rag.answering import check_live
 from refragkit.tasks.rag.measuring import evaluate_rag
 from refragkit.tasks.rag.prompts import prompt_text
 from refragkit.tasks.rag.settings import Settings, check_settings
@@ -52,8 +54,10 @@ def run_rag(run: Run, split: str, rag: Mapping[str, Any], adapter_path: str | No
     reward = run.reward
     tokenizer = run.tokenizer
     retriever = run.retriever
+    if retriever is not None and isinstance(retriever.planner, ModelPlanner):
+        check_live(settings)
     model = trained_model(run, tokenizer, adapter_path)
-    described = describe(run, retriever, adapter_path)
+    described = describe(run, retriever, adapter_path) | {"order": settings.order}
     log.info(
         "%s %s questions, %s, at most %d new tokens, %s",
         f"{len(questions):,}",
@@ -163,10 +167,17 @@ def _warn(row: Row, settings: Settings) -> None:
             float(row["left_out_documents"]),
             settings.max_seq_len,
         )
+    if float(row["searches"]):
+        log.info(
+            "the model wrote %.1f queries a question and read %.0f tokens; reading again in each turn: %.0f",
+            *(float(row[key]) for key in ("searches", "tokens_read", "tokens_reread")),
+        )
+    if float(row["no_answer"]) > 0.1:
+        log.warning("%.0f%% of the answers were searches instead", 100 * float(row["no_answer"]))
     if float(row["ended"]) < 0.5:
         log.info(
             "%.0f%% of the answers were cut off at rag.max_new_tokens=%d",
-            100 * (1 - float(row["ended"]) - float(row["too_long"])),
+            100 * (1 - sum(float(row[key]) for key in ("ended", "too_long", "no_answer"))),
             settings.max_new_tokens,
         )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,22 +12,27 @@ from refragkit.errors import DataError
 from refragkit.rewards.relevance import support_recall
 from refragkit.seeding import derive_seed
 from refragkit.tasks.evaluate_retrieval import Row, question_groups
-from refragkit.tasks.rag.prompts import build_prompt
+from refragkit.tasks.rag.answering import Answered, answer_given, answer_live
 from refragkit.tasks.rag.tables import SCORES
-from refragkit.types import Hop, Question
+from refragkit.types import Episode, Question
 
 if TYPE_CHECKING:
-    from refragkit.data.conversation import Rendered
     from refragkit.data.tokenizer import Tokenizer
-    from refragkit.methods.answers import Answer
     from refragkit.models.base import SequenceModel
     from refragkit.retrievers.multi_hop import MultiHopRetriever
     from refragkit.rewards.base import Reward
     from refragkit.tasks.rag.settings import Settings
 
-log = logging.getLogger("refragkit")
-
-_SECONDS_BETWEEN_LINES = 20
+# What samples.jsonl says of a question beside its scores.
+_IN_RECORDS = (
+    "prompt_tokens",
+    "new_tokens",
+    "tokens_read",
+    "state_bytes",
+    "shortened_documents",
+    "left_out_documents",
+    "searches",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +46,22 @@ class RagEvaluation:
             - ``f1``, ``em`` and, where supporting passages are annotated, ``support_recall``, each with the ends of its
               95% bootstrap interval (``f1_low``, ``f1_high``); ``support_recall_hop_<n>`` after hop n;
             - ``reward_<part>`` of the run's reward;
-            - ``hops``, ``documents``, and ``shortened_documents``, ``left_out_documents`` to fit;
-            - ``prompt_tokens``, ``prompt_tokens_hop_<n>`` (of a prompt with the documents of the first n hops),
-              ``new_tokens``, ``state_bytes`` after prompt and answer, ``state_bytes_hop_<n>`` after that prompt;
-            - ``ended``: the share of answers that the model ended itself; ``empty``: of those without a word;
-              ``too_long``: of questions that didn't fit, and got no answer;
+            - ``hops``, ``searches`` (queries that the model wrote), ``documents``, and ``shortened_documents``,
+              ``left_out_documents`` to fit;
+            - ``prompt_tokens``, ``prompt_tokens_hop_<n>`` (of a prompt with the documents of the first n hops, and what
+              the model wrote between them), ``new_tokens`` (queries and answer), ``state_bytes`` at the end,
+              ``state_bytes_hop_<n>`` after that prompt;
+            - ``tokens_read``: tokens that went through the model; ``tokens_reread``: as many as would have if each turn
+              read everything in front of it again;
+            - ``ended``: the share of answers that the model ended itself; ``cut``: of questions of which a query or the
+              answer ran out of tokens; ``no_answer``: of those where it searched and had to answer; ``empty``: of
+              answers without a word; ``too_long``: of questions that didn't fit, and got no answer;
             - ``retrieval_seconds``: a question's share of the batched searches.
 
             A question that stopped early keeps its last value in later hops. The row ``all`` also has
             ``first_token_seconds`` and ``first_token_seconds_hop_<n>``, the median over ``timed_questions`` that were
-            asked one at a time, from prompt to first token, without retrieval; and ``generate_seconds`` and
+            asked one at a time, from prompt to first token, without retrieval (where the model writes the queries, from
+            the documents of a hop, which is all that it has to read there); and ``generate_seconds`` and
             ``questions_per_second`` of the batched generation.
         records: one per question, as in ``samples.jsonl``.
         first_prompt: token ids of the first question's prompt.
@@ -77,6 +86,8 @@ def evaluate_rag(
 ) -> RagEvaluation:
     """Retrieve for all questions in batches, answer them greedily in batches, and measure.
 
+    Where the model writes the queries, both happen in rollouts, see `refragkit.methods.rollouts`.
+
     Args:
         model: in eval mode, on its device.
         tokenizer: the model's.
@@ -90,144 +101,99 @@ def evaluate_rag(
 
     Raises:
         DataError: no question.
+        ConfigError: a setting that the planner can't follow.
     """
     from refragkit.methods.answers import episode, score_answers
-    from refragkit.rewards.base import says_nothing
+    from refragkit.retrievers.planners.model import ModelPlanner
 
     if not questions:
         raise DataError("evaluate=rag: there are no questions; expected at least one in data.path")
-    hops: list[tuple[Hop, ...]] = [()] * len(questions)
     if retriever is not None:
         retriever.warm_up()
-        hops = retriever.retrieve(questions)
-    last = max(map(len, hops))
-    # The prompt with the documents of the first n hops, for n = 0 .. last; the last one is what is asked.
-    prompts = [
-        [
-            build_prompt(question, trail[:n], tokenizer, settings, seed, examples)
-            for n in range(min(1, len(trail)), len(trail) + 1)
-        ]
-        for question, trail in zip(questions, hops, strict=True)
-    ]
-    asked = [p[-1].input_ids for p in prompts]
     with precision or nullcontext():
-        started = time.perf_counter()
-        answers = answer_all(model, tokenizer, asked, settings)
-        generate_seconds = time.perf_counter() - started
-        timed = _first_token_seconds(model, tokenizer, questions, prompts, settings.timed_questions)
-        fixed_bytes, bytes_per_token = _state_size(model)
+        if retriever is not None and isinstance(retriever.planner, ModelPlanner):
+            answers = answer_live(
+                model, tokenizer, retriever, retriever.planner, questions, settings, examples
+            )
+        else:
+            hops = [()] * len(questions) if retriever is None else retriever.retrieve(questions)
+            answers = answer_given(model, tokenizer, questions, hops, settings, seed, examples)
+        state_size = _state_size(model)
+    answered = answers.answered
+    last = max(len(a.hops) for a in answered)
     max_hops = 0 if retriever is None else retriever.max_hops
-    episodes = [episode(q, h, a.text, max_hops) for q, h, a in zip(questions, hops, answers, strict=True)]
+    episodes = [episode(q, a.hops, a.text, max_hops) for q, a in zip(questions, answered, strict=True)]
     _, records = score_answers(episodes, reward, step=0)
-
-    measured: list[dict[str, float]] = []
-    for question, record, e, prompt, answer in zip(
-        questions, records, episodes, prompts, answers, strict=True
-    ):
-        lengths = [len(p) for p in prompt]
-        read = [float(fixed_bytes + bytes_per_token * n) for n in lengths]
-        ended = bool(answer.token_ids) and answer.token_ids[-1] == tokenizer.end_id
-        recall = {}
-        if e.supporting_ids:
-            after = [support_recall(replace(e, hops=e.hops[:n])) for n in range(1, len(e.hops) + 1)]
-            recall = {"support_recall": support_recall(e), **_by_hop("support_recall", after, last)}
-        values = {
-            "f1": record["f1"],
-            "em": record["em"],
-            **recall,
-            **{f"reward_{name}": value for name, value in record["rewards"].items()},
-            "hops": float(len(e.hops)),
-            "documents": float(len(e.documents)),
-            "shortened_documents": float(prompt[-1].truncated_documents),
-            "left_out_documents": float(prompt[-1].left_out_documents),
-            "prompt_tokens": float(lengths[-1]),
-            **_by_hop("prompt_tokens", lengths, last),
-            "new_tokens": float(len(answer.token_ids)),
-            "state_bytes": float(fixed_bytes + bytes_per_token * (lengths[-1] + len(answer.token_ids))),
-            **_by_hop("state_bytes", read, last),
-            "ended": float(ended),
-            "empty": float(says_nothing(answer.text)),
-            "too_long": float(prompt[-1].dropped == "too_long"),
-            "retrieval_seconds": sum(hop.latency_seconds for hop in e.hops),
-        }
-        measured.append(values)
-        shown = ("prompt_tokens", "new_tokens", "state_bytes", "shortened_documents", "left_out_documents")
+    measured = [
+        _values(record, e, a, last, state_size)
+        for record, e, a in zip(records, episodes, answered, strict=True)
+    ]
+    for question, record, values, a in zip(questions, records, measured, answered, strict=True):
         record |= {
             "dataset": question.metadata.get("dataset"),
             "hops_needed": question.hops,
             "support_recall": values.get("support_recall"),
-            **{key: int(values[key]) for key in shown},
-            "ended_by": "too_long" if values["too_long"] else "end_token" if ended else "max_new_tokens",
+            **{key: int(values[key]) for key in _IN_RECORDS},
+            "ended_by": a.ended_by,
         }
         del record["step"]
     rows = [
         _row(group, [measured[i] for i in members], settings.bootstrap_samples, seed)
         for group, members in question_groups(questions, by_hops=True).items()
     ]
-    if timed:
-        final = _median([seconds[-1] for seconds in timed])
-        rows[0]["first_token_seconds"] = final
+    if timed := answers.first_token_seconds:
+        rows[0]["first_token_seconds"] = _median([seconds[-1] for seconds in timed])
         for n in range(last):
             seconds_after = [seconds[min(n, len(seconds) - 1)] for seconds in timed]
             rows[0][f"first_token_seconds_hop_{n + 1}"] = _median(seconds_after)
-    rows[0]["generate_seconds"] = generate_seconds
-    rows[0]["questions_per_second"] = len(questions) / generate_seconds
-    return RagEvaluation(rows, records, asked[0])
+    rows[0]["generate_seconds"] = answers.generate_seconds
+    rows[0]["questions_per_second"] = len(questions) / answers.generate_seconds
+    return RagEvaluation(rows, records, answered[0].prompt_ids)
 
 
-def answer_all(
-    model: SequenceModel, tokenizer: Tokenizer, prompts: Sequence[list[int]], settings: Settings
-) -> list[Answer]:
-    """Greedy answers in the order of the prompts; similar lengths share a batch of ``batch_tokens``."""
-    from refragkit.methods.answers import Answer, generate_answers
+def _values(
+    record: Mapping[str, Any], e: Episode, a: Answered, last: int, state_size: tuple[int, int]
+) -> dict[str, float]:
+    """Everything that is measured of one question.
 
-    answers = [Answer([], [], "") for _ in prompts]
-    batches = _batches([len(p) for p in prompts], settings.max_new_tokens, settings.batch_tokens)
-    done, shown = 0, time.perf_counter()
-    for batch in batches:
-        found = generate_answers(model, tokenizer, [prompts[i] for i in batch], settings.max_new_tokens)
-        for i, answer in zip(batch, found, strict=True):
-            answers[i] = answer
-        done += len(batch)
-        if done < len(prompts) and time.perf_counter() - shown > _SECONDS_BETWEEN_LINES:
-            shown = time.perf_counter()
-            log.info("answered %d of %d questions", done, len(prompts))
-    return answers
+    Args:
+        record: with its scores.
+        e: what the reward saw.
+        a: how it was answered.
+        last: the most hops that any question took.
+        state_size: bytes of a state, and those that each token adds.
+    """
+    from refragkit.rewards.base import says_nothing
 
-
-def _batches(lengths: Sequence[int], new_tokens: int, batch_tokens: int) -> list[list[int]]:
-    """Positions of all prompts, the longest first, in batches of at most ``batch_tokens`` (one prompt at least)."""
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batches and (len(batches[-1]) + 1) * (lengths[batches[-1][0]] + new_tokens) <= batch_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
-
-
-def _first_token_seconds(
-    model: SequenceModel,
-    tokenizer: Tokenizer,
-    questions: Sequence[Question],
-    prompts: Sequence[Sequence[Rendered]],
-    n: int,
-) -> list[list[float]]:
-    """For n questions, asked alone: seconds from the prompt to the first token, for each of its prompts."""
-    from refragkit.data.split import subset_positions
-    from refragkit.methods.answers import generate_answers
-
-    fitting = [i for i, p in enumerate(prompts) if p[-1].input_ids]
-    chosen = subset_positions([questions[i].id for i in fitting], n) if n else []
-    timed = []
-    for position in chosen:
-        seconds = []
-        for prompt in prompts[fitting[position]]:
-            started = time.perf_counter()
-            generate_answers(model, tokenizer, [prompt.input_ids], 1)
-            seconds.append(time.perf_counter() - started)
-        timed.append(seconds)
-    return timed
+    fixed, per_token = state_size
+    recall = {}
+    if e.supporting_ids:
+        after = [support_recall(replace(e, hops=e.hops[:n])) for n in range(1, len(e.hops) + 1)]
+        recall = {"support_recall": support_recall(e), **_by_hop("support_recall", after, last)}
+    return {
+        "f1": record["f1"],
+        "em": record["em"],
+        **recall,
+        **{f"reward_{name}": value for name, value in record["rewards"].items()},
+        "hops": float(len(e.hops)),
+        "searches": float(a.searches),
+        "documents": float(len(e.documents)),
+        "shortened_documents": float(a.shortened_documents),
+        "left_out_documents": float(a.left_out_documents),
+        "prompt_tokens": float(len(a.prompt_ids)),
+        **_by_hop("prompt_tokens", a.context_tokens, last),
+        "new_tokens": float(a.new_tokens),
+        "tokens_read": float(a.tokens_read),
+        "tokens_reread": float(a.tokens_reread),
+        "state_bytes": float(fixed + per_token * a.total_tokens),
+        **_by_hop("state_bytes", [float(fixed + per_token * n) for n in a.context_tokens], last),
+        "ended": float(a.ended_by == "end_token"),
+        "cut": float(a.cut),
+        "no_answer": float(a.ended_by == "no_answer"),
+        "empty": float(says_nothing(a.text)),
+        "too_long": float(a.ended_by == "too_long"),
+        "retrieval_seconds": sum(hop.latency_seconds for hop in e.hops),
+    }
 
 
 def _state_size(model: SequenceModel) -> tuple[int, int]:

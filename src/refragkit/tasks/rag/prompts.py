@@ -41,10 +41,7 @@ def build_prompt(
     if settings.shuffle_documents:
         hops = shuffled(hops, derive_seed(seed, "documents", question.id))
     asked = conversation_from_hops(question.question, hops, order=settings.order)
-    messages = [Message("system", settings.system)] if settings.system else []
-    for example in [e for e in examples if e.id != question.id][: settings.examples]:
-        messages += [Message("user", example.question), Message("assistant", example.answers[0])]
-    messages += asked.messages
+    messages = [*in_front(question, settings, examples), *asked.messages]
     if settings.instruction:
         messages.append(Message("user", settings.instruction))
     return prepare_prompt(
@@ -54,6 +51,14 @@ def build_prompt(
         settings.max_new_tokens,
         max_document_tokens=settings.max_document_tokens,
     )
+
+
+def in_front(question: Question, settings: Settings, examples: Sequence[Question] = ()) -> list[Message]:
+    """The turns in front of a question: a system turn and examples, where there are any."""
+    messages = [Message("system", settings.system)] if settings.system else []
+    for example in [e for e in examples if e.id != question.id][: settings.examples]:
+        messages += [Message("user", example.question), Message("assistant", example.answers[0])]
+    return messages
 
 
 def shuffled(hops: Sequence[Hop], seed: int) -> tuple[Hop, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from refragkit.config import nearest, type_problem
 from refragkit.data.conversation import ORDERS
 from refragkit.errors import ConfigError
+
+_PREFILL_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,14 @@ class Settings:
         max_seq_len: tokens of prompt and answer together.
         max_document_tokens: tokens of one document; None for no limit of its own.
         order: where the question stands, one of ``refragkit.data.conversation.ORDERS``.
+        first_query: who writes the first query where ``retriever.planner=model``: ``question`` (it is the question
+            itself) or ``model``.
         shuffle_documents: whether a question's documents come in a random order.
         system: a system turn in front; none if empty.
         instruction: a user turn behind the documents; none if empty.
         examples: how many training questions stand in front with their answers, without documents.
-        batch_tokens: tokens of a batch of questions, prompts, answers and padding together.
+        batch_tokens: tokens of a batch of questions, prompts, answers and padding together; with
+            ``retriever.planner=model``, if none gets longer than the longest before.
         timed_questions: how many are asked alone to time the first token.
         bootstrap_samples: resamples behind each interval.
     """
@@ -33,6 +38,7 @@ class Settings:
     max_seq_len: int = 6144
     max_document_tokens: int | None = None
     order: str = "question_first"
+    first_query: Literal["question", "model"] = "question"
     shuffle_documents: bool = False
     system: str = ""
     instruction: str = ""
@@ -40,6 +46,11 @@ class Settings:
     batch_tokens: int = 16384
     timed_questions: int = 4
     bootstrap_samples: int = 2000
+
+    @property
+    def prefill_tokens(self) -> int:
+        """As many tokens are read at once, which bounds the memory that reading takes."""
+        return min(self.batch_tokens, _PREFILL_TOKENS)
 
 
 def check_settings(values: Mapping[str, Any]) -> Settings:

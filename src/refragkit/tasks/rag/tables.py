@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 #: What gets an interval, and its heading.
 SCORES: Mapping[str, str] = {"f1": "F1", "em": "EM", "support_recall": "support recall"}
+# Headings of further columns: what stands there, and how.
+_COUNTS: Mapping[str, tuple[str, str]] = {
+    "hops": ("hops", "{:.1f}"),
+    "docs": ("documents", "{:.1f}"),
+    "prompt tokens": ("prompt_tokens", "{:.0f}"),
+    "new tokens": ("new_tokens", "{:.1f}"),
+    "tokens read": ("tokens_read", "{:.0f}"),
+}
 
 
 def score(row: Mapping[str, Any], key: str) -> str:
@@ -38,7 +46,7 @@ def as_table(rows: Sequence[Row], title: str = "rag") -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("group")
     headings = [f"hop {key.removeprefix('support_recall_hop_')}" for key in hops]
-    for heading in ("questions", *SCORES.values(), *headings, "hops", "docs", "prompt tokens", "new tokens"):
+    for heading in ("questions", *SCORES.values(), *headings, *_COUNTS):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -46,9 +54,7 @@ def as_table(rows: Sequence[Row], title: str = "rag") -> Table:
             f"{float(row['questions']):.0f}",
             *(score(row, key) for key in SCORES),
             *(_short(row[key]) if key in row else "-" for key in hops),
-            *(f"{float(row[key]):.1f}" for key in ("hops", "documents")),
-            f"{float(row['prompt_tokens']):.0f}",
-            f"{float(row['new_tokens']):.1f}",
+            *(form.format(float(row[key])) for key, form in _COUNTS.values()),
         )
     return table
 
@@ -102,7 +108,9 @@ def retrieval_title(described: Mapping[str, Any]) -> str:
     if described["retriever"] == "none":
         return "no documents"
     hops, k = (int(float(described[key])) for key in ("max_hops", "top_k_per_hop"))
-    return f"{described['retriever']}, {described['planner']}, {hops} x {k} documents"
+    title = f"{described['retriever']}, {described['planner']}, {hops} x {k} documents"
+    order = described.get("order") or "question_first"
+    return title if order == "question_first" else f"{title}, {order}"
 
 
 def sweep_rows(folder: Path) -> list[Row]:
@@ -125,7 +133,7 @@ def sweep_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="this sweep so far", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("model", "documents"):
         table.add_column(heading, overflow="fold")
-    for heading in ("questions", *SCORES.values(), "docs", "prompt tokens"):
+    for heading in ("questions", *SCORES.values(), "docs", "prompt tokens", "tokens read"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -135,5 +143,6 @@ def sweep_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             *(score(row, key) for key in SCORES),
             f"{float(row['documents']):.1f}",
             f"{float(row['prompt_tokens']):.0f}",
+            "-" if row.get("tokens_read") in (None, "") else f"{float(row['tokens_read']):.0f}",
         )
     return table
