@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import nn
 
 from refragkit.adapters.lora import LoRA, LoRALinear, apply_lora, lora_layers, merge_into_base, projections
 from refragkit.adapters.none import NoAdapter
-from refragkit.errors import ConfigError
+from refragkit.adapters.peft_format import save_adapter
+from refragkit.errors import CheckpointError, ConfigError, RefragError
 from refragkit.models.base import SequenceModel
 from refragkit.models.build import hybrid, mamba, rwkv_qwen, transformer
+from refragkit.models.checkpoint import save_model
+from refragkit.models.weights_hash import weights_hash
 
 VOCAB = 64
 IDS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -256,3 +260,53 @@ def test_shipped_options_build_and_list_every_parameter(option: str) -> None:
     if option == "lora":
         assert vars(adapter) == vars(LoRA())
     assert adapter.apply(small(rwkv_qwen)).trainable_parameters > 0
+
+
+def trained(folder: Path, base_hash: str | None = None) -> SequenceModel:
+    model = small(hybrid)
+    LoRA(rank=2, alpha=4).apply(model)
+    fill_b(model)
+    save_adapter(model, folder / "adapter", base_hash)
+    return model
+
+
+@pytest.mark.parametrize("name", [".", "adapter", "adapter/adapter_model.safetensors"])
+def test_a_run_can_go_on_from_an_adapter(name: str, tmp_path: Path) -> None:
+    earlier = trained(tmp_path)
+    model = small(hybrid).train()
+    found = LoRA(rank=2, alpha=4, path=str(tmp_path / name), dropout=0.1).apply(model, seed=7)
+    assert found.trainable_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
+    for (_, mine), (_, theirs) in zip(lora_layers(model), lora_layers(earlier), strict=True):
+        assert torch.equal(mine.lora_A, theirs.lora_A) and torch.equal(mine.lora_B, theirs.lora_B)
+        assert mine.dropout == 0.1
+    assert torch.equal(model.eval()(IDS).logits, earlier.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 4, "alpha": 4}, "of rank [2] are not the"),
+        ({"rank": 2, "alpha": 8}, "was trained with alpha 4 and rslora false; set adapter.alpha=4"),
+        ({"rank": 2, "alpha": 4, "targets": ["q", "k"]}, "Set adapter.rank, adapter.targets"),
+        ({"rank": 2, "alpha": 4, "path": "nowhere"}, "adapter.path: nowhere does not exist"),
+    ],
+)
+def test_an_adapter_that_is_not_the_settings_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    trained(tmp_path)
+    with pytest.raises(RefragError, match=re.escape(message)):
+        LoRA(**{"path": str(tmp_path), **settings}).apply(small(hybrid))
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+    base = save_model(small(hybrid), tmp_path / "base")
+    trained(tmp_path, weights_hash(base))
+    lora = LoRA(rank=2, alpha=4, path=str(tmp_path))
+    lora.apply(small(hybrid), base=str(base))
+    other = small(hybrid)
+    with torch.no_grad():
+        other.get_parameter("blocks.0.mixer.q_proj.weight").add_(1)
+    save_model(other, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="was trained on another base model"):
+        lora.apply(small(hybrid), base=str(tmp_path / "other"))

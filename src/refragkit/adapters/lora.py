@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from refragkit.adapters.low_rank import LowRank
 from refragkit.adapters.report import AdapterReport, Projection, coverage_table
-from refragkit.errors import ConfigError
+from refragkit.errors import CheckpointError, ConfigError
 from refragkit.models.layers.int8 import Int8Linear
 from refragkit.models.quantize import checked_quantization
 
@@ -117,6 +117,8 @@ class LoRA:
         rslora: scale by alpha / sqrt(rank).
         quantize: the form of the frozen weights, ``int8`` or ``bf16``; None leaves them as they are stored. The
             composition root hands it to ``build_model`` or ``load_model``, so that they never exist in another.
+        path: an adapter to begin with: its folder, that of the run that trained it, or one of the files there; None
+            for a new one.
 
     Raises:
         ConfigError: for a value out of its range.
@@ -131,6 +133,7 @@ class LoRA:
         blocks: str = "T",
         rslora: bool = False,
         quantize: str | None = None,
+        path: str | None = None,
     ) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ConfigError(f"adapter.rank: expected an integer of at least 1, got {rank!r}.")
@@ -156,20 +159,23 @@ class LoRA:
         self.blocks = blocks
         self.rslora = rslora
         self.quantize = checked_quantization(quantize, "adapter.quantize")
+        self.path = path
 
-    def apply(self, model: nn.Module, *, seed: int = 0) -> AdapterReport:
+    def apply(self, model: nn.Module, *, seed: int = 0, base: str | None = None) -> AdapterReport:
         """Freezes the model and wraps the chosen projections in place; works on the meta device.
 
         Args:
             model: a stack with ``block_pattern``; its blocks call their projections as modules.
             seed: of the adapter's initial weights.
+            base: where the model was read, so that ``path`` can be told from an adapter of another one.
 
         Returns:
             What was wrapped, with the parameter counts.
 
         Raises:
             ConfigError: when the model is adapted already, or a listed target or block type matches nothing;
-                the message holds the coverage table. The model is unchanged then.
+                the message holds the coverage table. The model is unchanged then. Or ``path`` has another scaling.
+            CheckpointError: what ``path`` names can't be read, or has other layers or another rank.
         """
         if any(True for _ in lora_layers(model)):
             raise ConfigError(
@@ -208,7 +214,31 @@ class LoRA:
                 rslora=self.rslora,
                 seed=seed,
             )
+        if self.path is not None:
+            self._begin_with(model, self.path, base)
         return report(model, chosen, available)
+
+    def _begin_with(self, model: nn.Module, path: str, base: str | None) -> None:
+        """Gives the wrapped layers the values of a trained adapter."""
+        from refragkit.adapters.location import adapter_location
+        from refragkit.adapters.peft_format import check_base, put_adapter, read_adapter
+        from refragkit.models.weights_hash import weights_hash
+
+        adapter = read_adapter(adapter_location(path, "adapter.path"))
+        for update in adapter.layers.values():
+            if (update.alpha, update.rslora) != (self.alpha, self.rslora):
+                raise ConfigError(
+                    f"adapter.path: {adapter.source} was trained with alpha {update.alpha:g} and rslora "
+                    f"{str(update.rslora).lower()}; set adapter.alpha={update.alpha:g} "
+                    f"adapter.rslora={str(update.rslora).lower()} to go on with it."
+                )
+        check_base(adapter, None if base is None else weights_hash(base))
+        try:
+            put_adapter(model, adapter, trainable=True)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"adapter.path: {error} Set adapter.rank, adapter.targets and adapter.blocks to its own."
+            ) from error
 
 
 def apply_lora(model: nn.Module, lora: LoRA, *, seed: int = 0) -> AdapterReport:

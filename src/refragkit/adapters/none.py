@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class NoAdapter:
     """Leaves the model as it is; has the interface of ``LoRA``."""
 
-    def apply(self, model: nn.Module, *, seed: int = 0) -> AdapterReport:
-        """Counts the parameters and changes nothing; ``seed`` is accepted for the interface's sake."""
+    def apply(self, model: nn.Module, *, seed: int = 0, base: str | None = None) -> AdapterReport:
+        """Counts the parameters and changes nothing; the rest is accepted for the interface's sake."""
         parameters = list(model.parameters())
         return AdapterReport(
             layers=(),

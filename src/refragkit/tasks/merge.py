@@ -39,11 +39,12 @@ def merge(
         ConfigError: a setting that can't be, or a folder that is not empty.
         CheckpointError: an adapter can't be read, or adapters and model don't belong together.
     """
+    from refragkit.adapters.location import adapter_location
     from refragkit.adapters.merge import merge_adapters, merge_weights
     from refragkit.adapters.peft_format import check_base, read_adapter, write_adapter
     from refragkit.models.weights_hash import weights_hash
     from refragkit.tasks.export import new_folder
-    from refragkit.tasks.trained_model import adapter_location, check_run
+    from refragkit.tasks.trained_model import check_run
 
     merge_weights(len(adapters), weights)
     if merge_into is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
+from refragkit.adapters.location import adapter_location
 from refragkit.data.tokenizer import Tokenizer
-from refragkit.errors import CheckpointError, ConfigError
+from refragkit.errors import ConfigError
 from refragkit.experiment import Run
 from refragkit.models.base import SequenceModel
 
@@ -72,26 +72,3 @@ def trained_model(run: Run, tokenizer: Tokenizer | None, adapter_path: str | Non
         model.block_pattern,
     )
     return model
-
-
-def adapter_location(path: str, key: str = "adapter_path") -> Path:
-    """The folder of an adapter, or its file of weights.
-
-    Args:
-        path: that, or the folder of the run that trained it.
-        key: the setting that holds the path, for messages.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    given = Path(path).expanduser()
-    if given.is_file() and given.suffix == ".safetensors":
-        return given
-    for folder in (given, given / "adapter"):
-        if (folder / "adapter_config.json").is_file():
-            return folder
-    raise CheckpointError(
-        f"{key}: {given} "
-        + ("holds no adapter (no adapter_config.json)" if given.exists() else "does not exist")
-        + "; expected an adapter's folder or that of the run that trained it"
-    )
