@@ -69,6 +69,36 @@ def test_the_rendering_with_special_tokens_is_exactly_this(tokenizer: Tokenizer)
     assert (rendered.truncated_documents, rendered.left_out_documents) == (0, 0)
 
 
+@pytest.mark.parametrize("max_document_tokens", [None, 24])
+def test_what_comes_before_the_end_of_the_documents_depends_on_nothing_behind_it(
+    max_document_tokens: int | None, either: Tokenizer
+) -> None:
+    hops = [hop(1, "Who?", hit("a", 30)), hop(2, "a then?", hit("b", 25), hit("c", 21))]
+    prompts = [
+        prepare_prompt(
+            conversation_from_hops(question, hops, order="documents_first"),
+            either,
+            1000,
+            8,
+            max_document_tokens=max_document_tokens,
+        )
+        for question in ("Who is it?", "Why not go there?")
+    ]
+    beginning, other = (p.input_ids[: p.documents_end] for p in prompts)
+    assert beginning == other
+    text, last = either.decode(beginning), document_text(hops[1].hits[1].document)
+    assert "Title a" in text and "Who" not in text
+    if max_document_tokens is None:
+        assert text.endswith(last)
+    # Nothing to read but the question's turn is left
+    assert "Title" not in either.decode(prompts[0].input_ids[len(beginning) :])
+    bare = prepare_prompt(conversation_from_hops("Who is it?"), either, 1000, 8)
+    assert bare.input_ids and bare.documents_end == 0
+    left_out = prepare_prompt(conversation_from_hops("Who is it?", hops), either, len(bare.input_ids) + 25, 0)
+    assert left_out.left_out_documents > 0
+    assert "Title" not in either.decode(left_out.input_ids[left_out.documents_end :])
+
+
 def test_a_query_that_the_model_writes_is_an_assistant_turn(tokenizer: Tokenizer) -> None:
     e, s = tokenizer.encode, tokenizer.special_ids
     hops = [hop(1, "Who?", hit("a", 12)), hop(2, "a then?", hit("b", 9)), hop(3, "c")]

@@ -70,6 +70,7 @@ class Rendered:
         truncated_documents: documents that lost their end.
         left_out_documents: documents that were left out whole.
         dropped: why the example can't be used, else "".
+        documents_end: how many tokens there are up to the end of the last document; 0 without any.
     """
 
     input_ids: list[int]
@@ -77,6 +78,7 @@ class Rendered:
     truncated_documents: int = 0
     left_out_documents: int = 0
     dropped: Dropped = ""
+    documents_end: int = 0
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -413,4 +415,11 @@ def _fit(
         loss_mask=[piece.supervised for piece, part in zip(pieces, ids, strict=True) for _ in part],
         truncated_documents=len(truncated - left_out),
         left_out_documents=len(left_out),
+        documents_end=_documents_end(pieces, ids),
     )
+
+
+def _documents_end(pieces: Sequence[Piece], ids: Sequence[Sequence[int]]) -> int:
+    """The position behind the last document, the pieces being as long as their ``ids`` now."""
+    shown = [i for i, piece in enumerate(pieces) if piece.rank is not None and ids[i]]
+    return sum(map(len, ids[: shown[-1] + 1])) if shown else 0

@@ -69,7 +69,7 @@ def generate_answers(
         seed: of the sampling; each row has a generator of its own.
         prefill_tokens: prompts are read in groups of at most so many tokens, which bounds memory.
         on_token: hears of each token as (prompt, sample, id), prompts counted without the empty ones.
-        state: a row for each prompt that isn't empty, which has read all of it but its last token.
+        state: a row for each prompt that isn't empty, which has read a beginning of it (``lengths`` of its tokens).
     """
     from refragkit.generation.engine import GenerationConfig, generate
 
@@ -77,9 +77,10 @@ def generate_answers(
     answers = [Answer([], [], "") for _ in prompts]
     if not answerable:
         return answers
+    read_tokens = [0] * len(answerable) if state is None else state.lengths.tolist()
     samples = generate(
         model,
-        [prompts[i] if state is None else prompts[i][-1:] for i in answerable],
+        [prompts[i][n:] for i, n in zip(answerable, read_tokens, strict=True)],
         GenerationConfig(max_new_tokens, temperature, stop_ids=(tokenizer.end_id,)),
         pad_id=tokenizer.pad_id,
         seed=seed,

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHECKSUMS = "checksums.json"
 _ALWAYS = ("config.json", "model.safetensors")
@@ -41,3 +46,13 @@ def _digest_of_version(file: Path, size_bytes: int, modified_ns: int) -> str:
     del size_bytes, modified_ns
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def tensors_checksum(label: str, tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of a label and of tensors' bytes (contiguous, on the CPU), by name: damage to a file is accidental."""
+    import torch
+
+    value = zlib.crc32(label.encode())
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().data, value)
+    return f"{value:08x}"

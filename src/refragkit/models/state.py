@@ -152,6 +152,10 @@ class ModelState:
         blocks = (replace(b, overwritable=True) if isinstance(b, Mamba2State) else b for b in self.blocks)
         return ModelState(tuple(blocks), self.lengths)
 
+    def compact(self) -> ModelState:
+        """The same values in memory of their own, :attr:`nbytes` of it: a view keeps all that it was cut from."""
+        return self._map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+
     def detach(self) -> ModelState:
         """The same values, cut off from the autograd graph."""
         return self._map(lambda tensor: tensor.detach())

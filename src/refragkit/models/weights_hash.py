@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from refragkit.models.checkpoint import _open
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _VALUES = 4096
 """Of each tensor. Training changes tensors as a whole: to read all of a large model would tell no more."""
@@ -37,3 +41,10 @@ def weights_hash(path: str | Path) -> str:
         digest.update(f"{entry.ours} {tensor.numel()}\n".encode())
         digest.update(values.numpy().tobytes())
     return digest.hexdigest()
+
+
+def hash_tensors(digest: hashlib._Hash, model: nn.Module) -> None:
+    """Hash all values of a loaded model's tensors, with names and types: about a second for half a gigabyte."""
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -234,10 +234,13 @@ def bm25(
     max_hops: int | None = None,
     top_k_per_hop: int | None = None,
     rerank: str | None = None,
+    state_cache: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> MultiHopRetriever:
     """``retriever=bm25``: BM25 search in the multi-hop loop."""
     from refragkit.retrievers.multi_hop import MultiHopRetriever
 
     base = BM25Retriever(k1=k1, b=b, stemmer=stemmer, cache_dir=cache_dir)
-    return MultiHopRetriever(base, planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir)
+    return MultiHopRetriever(
+        base, planner, max_hops, top_k_per_hop, rerank=rerank, state_cache=state_cache, cache_dir=cache_dir
+    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -106,13 +106,20 @@ def none(
     max_hops: int | None = None,
     top_k_per_hop: int | None = None,
     rerank: str | None = None,
+    state_cache: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> MultiHopRetriever:
     """``retriever=none``: the control without documents."""
     from refragkit.retrievers.multi_hop import MultiHopRetriever
 
     return MultiHopRetriever(
-        NoneRetriever(), planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir
+        NoneRetriever(),
+        planner,
+        max_hops,
+        top_k_per_hop,
+        rerank=rerank,
+        state_cache=state_cache,
+        cache_dir=cache_dir,
     )
 
 
@@ -122,13 +129,20 @@ def random(
     max_hops: int | None = None,
     top_k_per_hop: int | None = None,
     rerank: str | None = None,
+    state_cache: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> MultiHopRetriever:
     """``retriever=random``: the control with documents that don't help."""
     from refragkit.retrievers.multi_hop import MultiHopRetriever
 
     return MultiHopRetriever(
-        RandomRetriever(seed), planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir
+        RandomRetriever(seed),
+        planner,
+        max_hops,
+        top_k_per_hop,
+        rerank=rerank,
+        state_cache=state_cache,
+        cache_dir=cache_dir,
     )
 
 
@@ -137,11 +151,18 @@ def gold(
     max_hops: int | None = None,
     top_k_per_hop: int | None = None,
     rerank: str | None = None,
+    state_cache: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> MultiHopRetriever:
     """``retriever=gold``: the control with exactly the annotated passages."""
     from refragkit.retrievers.multi_hop import MultiHopRetriever
 
     return MultiHopRetriever(
-        GoldRetriever(), planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir
+        GoldRetriever(),
+        planner,
+        max_hops,
+        top_k_per_hop,
+        rerank=rerank,
+        state_cache=state_cache,
+        cache_dir=cache_dir,
     )

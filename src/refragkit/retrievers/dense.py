@@ -7,7 +7,7 @@ without faiss, and what an approximate index (``HNSW32``, ``IVF4096,PQ64``, ...)
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -379,6 +379,7 @@ def dense(
     max_hops: int | None = None,
     top_k_per_hop: int | None = None,
     rerank: str | None = None,
+    state_cache: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> MultiHopRetriever:
     """``retriever=dense``: sentence vectors in the multi-hop loop."""
@@ -398,4 +399,6 @@ def dense(
         cache_dir=cache_dir,
     )
     base = DenseRetriever(model, factory, nprobe, ef_search, train_sample, shard_size, cache_dir)
-    return MultiHopRetriever(base, planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir)
+    return MultiHopRetriever(
+        base, planner, max_hops, top_k_per_hop, rerank=rerank, state_cache=state_cache, cache_dir=cache_dir
+    )

@@ -5,7 +5,7 @@ Source: reciprocal rank fusion, Cormack et al. 2009; score fusion, Bruch et al. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -211,6 +211,7 @@ def hybrid(
     max_hops: int | None = None,
     top_k_per_hop: int | None = None,
     rerank: str | None = None,
+    state_cache: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> MultiHopRetriever:
     """``retriever=hybrid``: dense and BM25 fused, in the multi-hop loop."""
@@ -238,4 +239,6 @@ def hybrid(
         pool,
         cache_dir,
     )
-    return MultiHopRetriever(base, planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir)
+    return MultiHopRetriever(
+        base, planner, max_hops, top_k_per_hop, rerank=rerank, state_cache=state_cache, cache_dir=cache_dir
+    )

@@ -526,6 +526,7 @@ def milvus(
     max_hops: int | None = None,
     top_k_per_hop: int | None = None,
     rerank: str | None = None,
+    state_cache: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> MultiHopRetriever:
     """``retriever=milvus``: dense vectors and BM25 in Milvus, in the multi-hop loop."""
@@ -560,4 +561,6 @@ def milvus(
         collection,
         cache_dir,
     )
-    return MultiHopRetriever(base, planner, max_hops, top_k_per_hop, rerank=rerank, cache_dir=cache_dir)
+    return MultiHopRetriever(
+        base, planner, max_hops, top_k_per_hop, rerank=rerank, state_cache=state_cache, cache_dir=cache_dir
+    )

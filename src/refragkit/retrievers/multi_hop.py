@@ -6,12 +6,14 @@ All questions of a batch go hop by hop together, so that each hop is one batched
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from refragkit.errors import ConfigError
 from refragkit.retrievers.base import Retriever
 from refragkit.retrievers.planners.base import QueryPlanner, Trail, build_planner
+from refragkit.retrievers.state_cache import state_cache_settings
 from refragkit.types import Document, Hit, Hop, Question
 
 DEFAULT_MAX_HOPS = 3
@@ -26,6 +28,7 @@ class MultiHopRetriever:
         planner: what writes them.
         max_hops: searches per question at most; the method may set it where the configuration left it open.
         top_k_per_hop: new documents per hop at most.
+        state_cache: how the states of who reads the documents are to be kept; None for not at all.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class MultiHopRetriever:
         max_hops: int | None = None,
         top_k_per_hop: int | None = None,
         rerank: str | None = None,
+        state_cache: Mapping[str, Any] | None = None,
         cache_dir: str | Path | None = None,
     ) -> None:
         """Combine the parts; nothing is read or built yet.
@@ -45,10 +49,11 @@ class MultiHopRetriever:
             max_hops: None stands for 3.
             top_k_per_hop: None stands for 3.
             rerank: a cross-encoder (name or path) that reorders each search; None for none.
+            state_cache: the keys of `refragkit.retrievers.state_cache.StateCacheSettings`; None for no cache.
             cache_dir: where indexes are kept; None builds them in memory.
 
         Raises:
-            ConfigError: the planner is unknown, or a number is below 1.
+            ConfigError: the planner is unknown, a number is below 1, or ``state_cache`` can't be.
         """
         if rerank is not None:
             from refragkit.retrievers.rerank import RerankRetriever
@@ -58,6 +63,7 @@ class MultiHopRetriever:
         self.planner = build_planner(planner) if isinstance(planner, str) else planner
         self.max_hops = DEFAULT_MAX_HOPS if max_hops is None else max_hops
         self.top_k_per_hop = DEFAULT_TOP_K_PER_HOP if top_k_per_hop is None else top_k_per_hop
+        self.state_cache = state_cache_settings(state_cache)
         self.cache_dir = cache_dir
         _require_positive("max_hops", self.max_hops)
         _require_positive("top_k_per_hop", self.top_k_per_hop)

@@ -26,7 +26,9 @@ from refragkit.tasks.rag.tables import (
 from refragkit.types import Question
 
 if TYPE_CHECKING:
+    from refragkit.data.tokenizer import Tokenizer
     from refragkit.experiment import Run
+    from refragkit.generation.state_cache import StateCache
     from refragkit.retrievers.multi_hop import MultiHopRetriever
 
 log = logging.getLogger("refragkit")
@@ -56,6 +58,7 @@ def run_rag(run: Run, split: str, rag: Mapping[str, Any], adapter_path: str | No
     retriever = run.retriever
     if retriever is not None and isinstance(retriever.planner, ModelPlanner):
         check_live(settings)
+    states = _states(run, retriever, tokenizer)
     model = trained_model(run, tokenizer, adapter_path)
     described = describe(run, retriever, adapter_path) | {"order": settings.order}
     log.info(
@@ -77,6 +80,7 @@ def run_rag(run: Run, split: str, rag: Mapping[str, Any], adapter_path: str | No
         seed=run.seed,
         examples=_examples(run, settings.examples),
         precision=run.hardware.autocast(),
+        states=states,
     )
     rows, records = evaluation.rows, evaluation.records
     rows[0]["evaluate_seconds"] = time.perf_counter() - started
@@ -85,6 +89,8 @@ def run_rag(run: Run, split: str, rag: Mapping[str, Any], adapter_path: str | No
     console.print(cost_table(rows[0]))
     console.print(samples_table(records))
     _warn(rows[0], settings)
+    if states is not None:
+        log.info(states.counts.text())
 
     write_csv([{**described, **row} for row in rows], run.folder / "rag.csv")
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
@@ -97,6 +103,27 @@ def run_rag(run: Run, split: str, rag: Mapping[str, Any], adapter_path: str | No
     run.artifact("rag_plot", plot_rag(rows, run.folder / "plots" / "rag.png", title))
     run.tracking.log_traces(records[:_TRACES], 0)
     _show_sweep(run.folder)
+
+
+def _states(run: Run, retriever: MultiHopRetriever | None, tokenizer: Tokenizer) -> StateCache | None:
+    """The cache of states that the run's retriever asks for.
+
+    Raises:
+        ConfigError: its settings can't be, or it could not serve this planner.
+    """
+    retriever = retriever or run.build_retriever()
+    if retriever.state_cache is None:
+        return None
+    from refragkit.generation.state_cache import open_state_cache
+    from refragkit.retrievers.planners.model import ModelPlanner
+
+    if isinstance(retriever.planner, ModelPlanner):
+        raise ConfigError(
+            "retriever.state_cache serves prompts whose documents are known, and with retriever.planner=model they come"
+            " hop by hop, read from the state of the hop before; leave retriever.state_cache.max_bytes=null, or choose"
+            " planner expand"
+        )
+    return open_state_cache(retriever.state_cache, tokenizer)
 
 
 def _questions(run: Run, split: str) -> list[Question]:

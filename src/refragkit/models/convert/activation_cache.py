@@ -18,8 +18,7 @@ import json
 import logging
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,10 @@ from torch import Tensor
 
 from refragkit.errors import ConfigError
 from refragkit.models.base import SequenceModel
+from refragkit.models.checksums import tensors_checksum
 from refragkit.models.convert.activations import Activations, activations_and_ends
 from refragkit.models.convert.text import fingerprint
+from refragkit.models.weights_hash import hash_tensors
 
 log = logging.getLogger("refragkit")
 
@@ -137,9 +138,7 @@ def cache_key(teacher: SequenceModel, layers: Sequence[int], windows: Tensor) ->
     digest = hashlib.sha256(f"{_FORMAT} {_SHARD_WINDOWS} {list(layers)} {computed_in}".encode())
     digest.update(json.dumps(teacher.config.to_dict(), sort_keys=True).encode())
     digest.update(fingerprint(windows.cpu()).encode())
-    for name, tensor in sorted(teacher.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    hash_tensors(digest, teacher)
     return digest.hexdigest()
 
 
@@ -206,7 +205,7 @@ def _fill(
                 continue
             tensors = _shard(teacher, layers, rows, advance)
             temporary = place / f".{path.name}.{os.getpid()}.tmp"
-            save_file(tensors, temporary, metadata={_CHECKSUM: _checksum(number, tensors)})
+            save_file(tensors, temporary, metadata={_CHECKSUM: tensors_checksum(str(number), tensors)})
             temporary.replace(path)
     finally:
         teacher.train(was_training)
@@ -245,15 +244,7 @@ def _is_whole(path: Path, number: int, layers: Sequence[int], shape: tuple[int, 
     except (SafetensorError, OSError, KeyError, TypeError):
         return False
     shapes = [tensors[name].shape for name in tensors if not name.endswith("sum")]
-    return all(found == shape for found in shapes) and written == _checksum(number, tensors)
-
-
-def _checksum(number: int, tensors: Mapping[str, Tensor]) -> str:
-    """CRC-32 of a shard's place and content: damage is accidental."""
-    value = zlib.crc32(str(number).encode())
-    for name in sorted(tensors):
-        value = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().data, value)
-    return f"{value:08x}"
+    return all(found == shape for found in shapes) and written == tensors_checksum(str(number), tensors)
 
 
 def _safe_open(path: Path) -> Any:

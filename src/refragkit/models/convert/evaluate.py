@@ -29,6 +29,7 @@ from refragkit.models.convert.probes import (
     recall,
 )
 from refragkit.models.convert.text import fingerprint, speaks_chat
+from refragkit.models.weights_hash import hash_tensors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -174,9 +175,7 @@ def _quality_key(
     digest.update(tokenizer.fingerprint.encode())
     for name, rows in texts.items():
         digest.update(f"{name!r} {fingerprint(rows)}".encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    hash_tensors(digest, model)
     return digest.hexdigest()
 
 

@@ -28,6 +28,7 @@ from refragkit.models.convert.text import fingerprint
 from refragkit.models.hybrid import HybridLM
 from refragkit.models.layers.rope import rotary_tables
 from refragkit.models.layout import TokenLayout
+from refragkit.models.weights_hash import hash_tensors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -189,9 +190,7 @@ def scan_key(
     digest = hashlib.sha256(f"{_FORMAT} {to} {seed} {START} {RIDGE}".encode())
     digest.update(json.dumps(teacher.config.to_dict(), sort_keys=True).encode())
     digest.update(fingerprint(*calibration, text, probe).encode())
-    for name, tensor in sorted(teacher.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    hash_tensors(digest, teacher)
     return digest.hexdigest()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -17,9 +17,11 @@ from refragkit.types import Hop, Question
 if TYPE_CHECKING:
     from refragkit.data.conversation import Rendered
     from refragkit.data.tokenizer import Tokenizer
+    from refragkit.generation.state_cache import StateCache
     from refragkit.methods.answers import Answer
     from refragkit.methods.rollouts import Rollout
     from refragkit.models.base import SequenceModel
+    from refragkit.models.state import ModelState
     from refragkit.retrievers.multi_hop import MultiHopRetriever
     from refragkit.retrievers.planners.model import ModelPlanner
     from refragkit.tasks.rag.settings import Settings
@@ -94,6 +96,7 @@ def answer_given(
     settings: Settings,
     seed: int = 0,
     examples: Sequence[Question] = (),
+    states: StateCache | None = None,
 ) -> Answers:
     """Answer greedily, in batches, behind documents that are there.
 
@@ -105,6 +108,7 @@ def answer_given(
         settings: how to ask.
         seed: of shuffled documents.
         examples: see `build_prompt`.
+        states: where reading goes on from; the timed questions are read whole.
     """
     # The prompt with the documents of the first n hops, for n = 0 .. last; the last one is what is asked.
     prompts = [
@@ -115,7 +119,10 @@ def answer_given(
         for question, trail in zip(questions, hops, strict=True)
     ]
     started = time.perf_counter()
-    answers = answer_all(model, tokenizer, [p[-1].input_ids for p in prompts], settings)
+    begin = None
+    if states is not None:
+        begin = states.starter(model, tokenizer, [p[-1] for p in prompts], settings.prefill_tokens)
+    answers = answer_all(model, tokenizer, [p[-1].input_ids for p in prompts], settings, begin)
     seconds = time.perf_counter() - started
     answered = [
         _given(trail, prompt, answer, tokenizer)
@@ -150,9 +157,16 @@ def _given(
 
 
 def answer_all(
-    model: SequenceModel, tokenizer: Tokenizer, prompts: Sequence[list[int]], settings: Settings
+    model: SequenceModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    settings: Settings,
+    begin: Callable[[Sequence[int]], ModelState | None] | None = None,
 ) -> list[Answer]:
-    """Greedy answers in the order of the prompts; similar lengths share a batch of ``batch_tokens``."""
+    """Greedy answers in the order of the prompts; similar lengths share a batch of ``batch_tokens``.
+
+    ``begin`` gives the state after the beginnings of a batch, see `refragkit.generation.state_cache`.
+    """
     from refragkit.methods.answers import Answer, generate_answers
 
     answers = [Answer([], [], "") for _ in prompts]
@@ -164,6 +178,7 @@ def answer_all(
             [prompts[i] for i in batch],
             settings.max_new_tokens,
             prefill_tokens=settings.prefill_tokens,
+            state=None if begin is None else begin(batch),
         )
         for i, answer in zip(batch, found, strict=True):
             answers[i] = answer

@@ -18,6 +18,7 @@ from refragkit.types import Episode, Question
 
 if TYPE_CHECKING:
     from refragkit.data.tokenizer import Tokenizer
+    from refragkit.generation.state_cache import StateCache
     from refragkit.models.base import SequenceModel
     from refragkit.retrievers.multi_hop import MultiHopRetriever
     from refragkit.rewards.base import Reward
@@ -62,7 +63,9 @@ class RagEvaluation:
             ``first_token_seconds`` and ``first_token_seconds_hop_<n>``, the median over ``timed_questions`` that were
             asked one at a time, from prompt to first token, without retrieval (where the model writes the queries, from
             the documents of a hop, which is all that it has to read there); and ``generate_seconds`` and
-            ``questions_per_second`` of the batched generation.
+            ``questions_per_second`` of the batched generation; and, with a state cache, the share of prompts whose
+            documents needn't be read (``state_cache_hit_rate``), ``state_cache_tokens_not_read`` a question, and
+            ``state_cache_bytes`` of memory at the end.
         records: one per question, as in ``samples.jsonl``.
         first_prompt: token ids of the first question's prompt.
     """
@@ -83,6 +86,7 @@ def evaluate_rag(
     seed: int = 0,
     examples: Sequence[Question] = (),
     precision: AbstractContextManager[Any] | None = None,
+    states: StateCache | None = None,
 ) -> RagEvaluation:
     """Retrieve for all questions in batches, answer them greedily in batches, and measure.
 
@@ -98,6 +102,7 @@ def evaluate_rag(
         seed: of shuffled documents and of the intervals.
         examples: questions that stand in front of each prompt with their answers, see `build_prompt`.
         precision: what the model computes under, such as autocast.
+        states: where reading goes on from in the batched generation; the timed questions are read whole.
 
     Raises:
         DataError: no question.
@@ -117,7 +122,7 @@ def evaluate_rag(
             )
         else:
             hops = [()] * len(questions) if retriever is None else retriever.retrieve(questions)
-            answers = answer_given(model, tokenizer, questions, hops, settings, seed, examples)
+            answers = answer_given(model, tokenizer, questions, hops, settings, seed, examples, states)
         state_size = _state_size(model)
     answered = answers.answered
     last = max(len(a.hops) for a in answered)
@@ -148,6 +153,7 @@ def evaluate_rag(
             rows[0][f"first_token_seconds_hop_{n + 1}"] = _median(seconds_after)
     rows[0]["generate_seconds"] = answers.generate_seconds
     rows[0]["questions_per_second"] = len(questions) / answers.generate_seconds
+    rows[0] |= {} if states is None else states.metrics()
     return RagEvaluation(rows, records, answered[0].prompt_ids)
 
 
