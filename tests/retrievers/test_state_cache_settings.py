@@ -9,6 +9,7 @@ import pytest
 
 from refragkit.config import compose, group_options, instantiate
 from refragkit.errors import ConfigError
+from refragkit.experiment import run_experiment
 from refragkit.retrievers.bm25 import bm25
 from refragkit.retrievers.state_cache import StateCacheSettings, refuse_in_training, state_cache_settings
 
@@ -62,8 +63,23 @@ def test_a_node_of_another_kind_is_refused() -> None:
         compose(["retriever.state_cache=5"])
 
 
-def test_training_refuses_it() -> None:
-    with pytest.raises(ConfigError, match=r"method=refrag changes them at every step.*task=evaluate"):
-        refuse_in_training({"max_bytes": 1}, "refrag")
+def test_training_refuses_it(tmp_path: Path) -> None:
+    cfg = compose(
+        [
+            "method=refrag",
+            "model.size=tiny",
+            "retriever=bm25",
+            "retriever.state_cache.max_bytes=1",
+            "tracking=none",
+            f"paths.outputs={tmp_path / 'outputs'}",
+        ]
+    )
+    summary = run_experiment(cfg, tmp_path / "run")
+    assert summary.status == "failed" and summary.error is not None
+    assert "retriever.state_cache keeps states of a model whose weights don't change" in summary.error
+    assert (
+        "method=refrag changes them at every step; leave retriever.state_cache.max_bytes=null"
+        in summary.error
+    )
     refuse_in_training({"max_bytes": None, "path": None, "path_max_bytes": None}, "refrag")
     refuse_in_training(None, "refrag")

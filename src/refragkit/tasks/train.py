@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from refragkit.errors import ConfigError
+from refragkit.retrievers.state_cache import refuse_in_training
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +44,7 @@ def check_method(run: Run, recipe: Recipe, block_pattern: str) -> None:
             f"method={choices.method} needs a knowledge base to retrieve from, and retriever=none has none;"
             " choose retriever=dense, bm25 or hybrid, or method=sft to train without documents"
         )
+    refuse_in_training(run.cfg.retriever.get("state_cache"), choices.method)
     if choices.method == "lora" and choices.adapter == "none":
         raise ConfigError(
             "method=lora trains an adapter, and adapter=none has none; choose method=sft instead"
