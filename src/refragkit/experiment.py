@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("refragkit")
 
-# What failed in a sweep; a failed job must not end the others.
-_failed_jobs: list[str] = []
-
 
 class Run:
     """One run: its configuration, its folder, and its components, each built on first use.
@@ -157,9 +154,7 @@ class Run:
 
     def apply_adapter(self, model: SequenceModel) -> AdapterReport:
         """Put the configured adapter on ``model`` and count its parameters for the summary."""
-        report: AdapterReport = self._build("adapter").apply(
-            model, seed=self.seed, base=self.model_path
-        )
+        report: AdapterReport = self._build("adapter").apply(model, seed=self.seed, base=self.model_path)
         self.summary.total_parameters = report.total_parameters
         self.summary.trainable_parameters = report.trainable_parameters
         return report
@@ -224,13 +219,14 @@ class Run:
         self.tracking.log_metrics(metrics, step)
 
 
-def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
+def run_experiment(cfg: DictConfig, folder: Path, command: str = "", sweep: Path | None = None) -> Summary:
     """Run one experiment to its end and write its ``summary.json``, whatever happens.
 
     Args:
         cfg: a composed configuration (``refragkit.compose``).
         folder: the run folder; made if missing. With ``resume`` that of the earlier run, where there is one.
         command: the command line, for the summary.
+        sweep: folder of the sweep that the run is a job of.
 
     Returns:
         The summary, ``status`` "finished", "failed" (``error`` says why) or "interrupted".
@@ -276,6 +272,7 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
         git_commit=git_commit(),
         command=command,
         config_hash=config_hash(cfg),
+        folder=str(folder),
     )
     before = 0.0
     if earlier is not None:
@@ -304,6 +301,7 @@ def run_experiment(cfg: DictConfig, folder: Path, command: str = "") -> Summary:
                 "mlflow.source.git.commit": summary.git_commit or "",
             },
             run_id=summary.mlflow_run_id,
+            sweep=sweep,
         )
         tracking.log_artifact(folder / "config.yaml")
         run = Run(cfg, folder, tracking, summary, None if earlier is None else earlier.checkpoint)
@@ -378,6 +376,7 @@ def _job(cfg: DictConfig) -> float | None:
     from hydra.types import RunMode
 
     from refragkit.config import with_choices
+    from refragkit.sweep import note_job
 
     hydra = HydraConfig.get()
     cfg = with_choices(cfg, hydra.runtime.choices)
@@ -388,14 +387,16 @@ def _job(cfg: DictConfig) -> float | None:
     folder = Path(hydra.runtime.output_dir)
     if cfg.resume not in (None, "auto") and not asked_for:
         cfg = _stored(cfg)
-    summary = run_experiment(cfg, folder, command)
+    sweep = folder.parent if hydra.mode == RunMode.MULTIRUN else None
+    summary = run_experiment(cfg, folder, command, sweep)
+    if sweep is not None:
+        note_job(sweep, hydra.job.num, Path(summary.folder or folder), hydra.overrides.task)
     if folder.exists() and not any(folder.iterdir()):  # Hydra makes one, and a resumed run has its own
         folder.rmdir()
     if summary.status != "finished":
         code = 130 if summary.status == "interrupted" else 1
-        if hydra.mode != RunMode.MULTIRUN or code == 130:
+        if hydra.mode != RunMode.MULTIRUN or code == 130:  # a failed job must not end the others
             sys.exit(code)
-        _failed_jobs.append(f"job {hydra.job.num} ({' '.join(hydra.overrides.task)}): {summary.error}")
     return summary.metrics.get("val/f1")
 
 
@@ -442,6 +443,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from hydra._internal.utils import get_args_parser
 
     from refragkit.config import check_overrides, conf_dir, one_message, register_resolvers
+    from refragkit.sweep import unfinished
     from refragkit.text_overrides import quote_text
 
     register_resolvers()
@@ -454,7 +456,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_error(str(error))
         sys.exit(1)
     sys.argv = [sys.argv[0], *arguments]
-    _failed_jobs.clear()
+    unfinished.clear()
     signal.signal(signal.SIGTERM, _on_terminate)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand errors over as they are, to be shown like all others
     try:
@@ -462,6 +464,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         print_error(one_message(error))
         sys.exit(1)
-    if _failed_jobs:
-        print_error("\n".join(["in this sweep failed:", *_failed_jobs]))
+    if unfinished:
+        print_error("\n".join(["in this sweep failed:", *unfinished]))
         sys.exit(1)

@@ -38,6 +38,7 @@ class Summary:
     train_tokens_per_second: float | None = None
     error: str | None = None
     config_hash: str | None = None
+    folder: str | None = None
     resumed: int = 0
 
     @classmethod

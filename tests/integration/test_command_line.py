@@ -91,8 +91,29 @@ def test_a_sweep_makes_a_folder_and_an_mlflow_row_for_each_job(tmp_path: Path) -
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("refragkit")
     runs = client.search_runs([experiment.experiment_id])
-    assert sorted(r.info.status for r in runs) == ["FAILED", "FINISHED", "FINISHED", "FINISHED"]
-    assert {r.info.run_id for r in runs} == {s["mlflow_run_id"] for s in summaries}
+    (parent,) = [r for r in runs if "mlflow.parentRunId" not in r.data.tags]
+    jobs = [r for r in runs if r.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert sorted(r.info.status for r in jobs) == ["FAILED", "FINISHED", "FINISHED", "FINISHED"]
+    assert {r.info.run_id for r in jobs} == {s["mlflow_run_id"] for s in summaries}
+    assert {a.path for a in client.list_artifacts(parent.info.run_id)} == {
+        "leaderboard.csv",
+        "leaderboard.png",
+    }
+    assert parent.info.status == "FAILED"  # as one of its jobs
+    assert shown.stderr.count("in this sweep failed") == 1 and "leaderboard" in shown.stdout
+
+    again = run_py(
+        "-m",
+        *small(tmp_path, "method=sft,refrag", "model=hybrid,transformer", "method.max_steps=1"),
+        "resume=auto",
+    )
+    assert again.returncode == 1, again.stderr
+    assert again.stdout.count("is finished, and not done again") == 3
+    assert (
+        len(list(tmp_path.glob("sweeps/*/*/summary.json"))) == 4
+    )  # the failed one was repeated where it lay
+    first, second = (path.read_text() for path in sorted(tmp_path.glob("sweeps/*/leaderboard.csv")))
+    assert first == second
 
 
 def test_sigterm_ends_as_interrupted(tmp_path: Path) -> None:

@@ -16,8 +16,12 @@ class Tracking(Protocol):
         params: Mapping[str, Any],
         tags: Mapping[str, str],
         run_id: str | None = None,
+        sweep: Path | None = None,
     ) -> str | None:
-        """Open a run with flat parameters, or go on with ``run_id``; return its id, if the store has one."""
+        """Open a run with flat parameters, or go on with ``run_id``; return its id, if the store has one.
+
+        ``sweep`` is the folder of the sweep that the run is a job of.
+        """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics at an optimiser step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from refragkit.errors import ConfigError
+from refragkit.summary import write_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 log = logging.getLogger("refragkit")
 
+MLFLOW_PARENT_RUN_ID = "mlflow.parentRunId"
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _MAX_PARAM_CHARACTERS = 6000  # MLflow's own limit; the whole configuration goes up as an artifact
 
@@ -50,6 +53,7 @@ class MLflowTracking:
         params: Mapping[str, Any],
         tags: Mapping[str, str],
         run_id: str | None = None,
+        sweep: Path | None = None,
     ) -> str | None:
         """Open an MLflow run.
 
@@ -58,6 +62,7 @@ class MLflowTracking:
             params: flat parameters.
             tags: further text.
             run_id: of a run to go on with; where the store has it no longer, a new one is opened.
+            sweep: folder of the sweep that the run is a job of; its jobs have one parent run.
 
         Returns:
             The run id.
@@ -75,10 +80,15 @@ class MLflowTracking:
         try:
             self._open()
             assert self._client is not None
+            parent = {} if sweep is None else {MLFLOW_PARENT_RUN_ID: self._parent(sweep)}
             if run_id is not None and self._go_on(run_id):
+                for key, value in parent.items():
+                    self._client.set_tag(run_id, key, value)
                 return run_id
             run = self._client.create_run(
-                self._experiment_id, run_name=run_name, tags={k: v for k, v in tags.items() if v}
+                self._experiment_id,
+                run_name=run_name,
+                tags={k: v for k, v in {**tags, **parent}.items() if v},
             )
         except Exception as error:
             raise ConfigError(
@@ -88,6 +98,19 @@ class MLflowTracking:
         self.run_id = run.info.run_id
         self._log_params(params)
         return self.run_id
+
+    def _parent(self, sweep: Path) -> str:
+        """The run above all jobs of a sweep, opened by the first of them; ``parent.json`` in its folder names it."""
+        from filelock import FileLock
+
+        assert self._client is not None
+        file = sweep / "parent.json"
+        with FileLock(sweep / ".parent.lock"):
+            if file.exists():
+                return str(json.loads(file.read_text(encoding="utf-8"))["run_id"])
+            run = self._client.create_run(self._experiment_id, run_name=f"sweep {sweep.name}")
+            write_json(file, {"uri": self.uri or self._local_uri(), "run_id": run.info.run_id})
+        return str(run.info.run_id)
 
     def _go_on(self, run_id: str) -> bool:
         """Open an earlier run again; False where there is none.
@@ -191,8 +214,6 @@ class MLflowTracking:
             source: where it came from.
             rows: how many examples or passages.
         """
-        import json
-
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         if self._client is None or self.run_id is None:

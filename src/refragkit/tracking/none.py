@@ -16,6 +16,7 @@ class NoTracking:
         params: Mapping[str, Any],
         tags: Mapping[str, str],
         run_id: str | None = None,
+        sweep: Path | None = None,
     ) -> str | None:
         """Return None: there is no run id."""
         return None

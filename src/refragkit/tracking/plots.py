@@ -132,7 +132,7 @@ def plot_training(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path |
         axes.grid(alpha=0.25)
         axes.legend(fontsize=8)
 
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_retrieval(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> Path:
@@ -177,7 +177,7 @@ def plot_retrieval(rows: Sequence[Mapping[str, Any]], path: str | Path, title: s
     figure.legend(handles, labels, fontsize=8, loc="outside right upper", title="group (questions)")
     if title:
         figure.suptitle(title, fontsize=11)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_sensitivity(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> Path:
@@ -213,7 +213,7 @@ def plot_sensitivity(rows: Sequence[Mapping[str, Any]], path: str | Path, title:
     axes.set_xticks(layers, [str(layer) for layer in layers], fontsize=7)
     if title:
         figure.suptitle(title, fontsize=11)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_conversion(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = "") -> Path:
@@ -281,7 +281,7 @@ def plot_conversion(rows: Sequence[Mapping[str, Any]], path: str | Path, title: 
     figure.legend(handles, models, fontsize=9, loc="outside lower center", ncols=len(models))
     if title:
         figure.suptitle(title, fontsize=11)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _text_bars(axes: Axes, texts: Mapping[str, Mapping[str, float]], colors: Mapping[str, str]) -> None:
@@ -404,10 +404,11 @@ def plot_distillation(curves: Mapping[str, Sequence[float]], path: str | Path) -
         axes.grid(alpha=0.25)
         if prefix == "align_loss":
             axes.legend(title="block", fontsize=7, ncols=2)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
-def _save(figure: Figure, path: str | Path) -> Path:
+def save_figure(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as PNG under a temporary name, then rename."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

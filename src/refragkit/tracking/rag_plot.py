@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from refragkit.tracking.plots import _save
+from refragkit.tracking.plots import save_figure
 
 _SCORES = {"f1": "F1", "em": "EM", "support_recall": "support recall"}
 
@@ -54,4 +54,4 @@ def plot_rag(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str = "
     axes.legend(fontsize=8)
     if title:
         axes.set_title(title, fontsize=10)
-    return _save(figure, path)
+    return save_figure(figure, path)
