@@ -7,6 +7,7 @@ import pytest
 
 from refragkit.errors import ConfigError
 from refragkit.tracking.mlflow import MLflowTracking
+from refragkit.tracking.samples import sample_rows
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,47 @@ def test_traces_have_a_span_for_each_hop(store: Path) -> None:
     spans = [span.name for span in traces[0].data.spans]
     assert spans == ["episode", "hop 1", "hop 2", "answer"]
     assert traces[0].info.trace_metadata["mlflow.sourceRun"] == run_id
+
+
+def test_no_more_traces_than_asked_for(store: Path) -> None:
+    episodes = [
+        {"question": f"who{n}?", "completion": "me", "rewards": {"total": 0.5}, "hops": []} for n in range(4)
+    ]
+    for most in (0, 3):
+        tracking = MLflowTracking(outputs=store, experiment=f"at most {most}", max_traces=most)
+        tracking.start("traced", {}, {})
+        tracking.log_traces(episodes, step=1)
+        traces = _client(store).search_traces(locations=[tracking._experiment_id])
+        assert len(traces) == most
+    with pytest.raises(ConfigError, match=r"tracking\.max_traces: expected 0 or more, got -1"):
+        MLflowTracking(outputs=store, max_traces=-1)
+
+
+def test_answers_of_each_evaluation_are_a_table_without_a_step_twice(store: Path) -> None:
+    tracking = MLflowTracking(outputs=store)
+    run_id = tracking.start("tabled", {}, {})
+    assert run_id is not None
+    document = {"doc_id": "p1", "title": "T", "text": "x", "score": 1.0, "supporting": True}
+    other = {**document, "doc_id": "p2", "title": "", "supporting": False}
+    hops = [{"hop": 1, "query": "q", "latency_seconds": 0.1, "documents": [document, other]}]
+    record = {"id": "a", "question": "who?", "answers": ["me", "I"], "completion": "me", "em": 1.0, "f1": 1.0,
+              "rewards": {"answer": 1.0, "total": 0.5}, "hops": hops, "ended": "end_token"}  # fmt: skip
+    rows = sample_rows([record, {**record, "id": "b", "hops": []}])
+    tracking.log_table("samples", rows, step=0)
+    tracking.log_table("samples", rows, step=5)
+    tracking.log_table("samples", [], step=6)
+    tracking.end("interrupted")
+    resumed = MLflowTracking(outputs=store)
+    assert resumed.start("tabled", {}, {}, run_id=run_id) == run_id
+    resumed.log_table("samples", rows, step=5)
+    resumed.log_table("samples", rows, step=10)
+    resumed.end("finished")
+    table = _client(store).load_table(tracking._experiment_id, "samples.json", [run_id])
+    assert table["step"].tolist() == [0, 0, 5, 5, 10, 10]
+    assert table["id"].tolist() == ["a", "b"] * 3
+    first = table.iloc[0]
+    assert (first["queries"], first["documents"], first["supporting"]) == ("q", "T\np2", "T")
+    assert (first["answers"], first["reward"], first["ended_by"]) == ("me\nI", 0.5, "end_token")
 
 
 def test_artifacts_of_an_explicit_database_lie_beside_it(

@@ -23,6 +23,7 @@ from refragkit.tasks.rag.tables import (
     sweep_rows,
     sweep_table,
 )
+from refragkit.tracking.samples import sample_rows
 from refragkit.types import Question
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from refragkit.retrievers.multi_hop import MultiHopRetriever
 
 log = logging.getLogger("refragkit")
-
-_TRACES = 16  # questions whose hops are logged as traces, as in training's evaluation
 
 
 def run_rag(run: Run, split: str, rag: Mapping[str, Any], adapter_path: str | None) -> None:
@@ -101,7 +100,8 @@ def run_rag(run: Run, split: str, rag: Mapping[str, Any], adapter_path: str | No
     run.artifact("samples", run.folder / "samples.jsonl")
     run.artifact("prompt", run.folder / "prompt.txt")
     run.artifact("rag_plot", plot_rag(rows, run.folder / "plots" / "rag.png", title))
-    run.tracking.log_traces(records[:_TRACES], 0)
+    run.tracking.log_table("samples", sample_rows(records), 0)
+    run.tracking.log_traces(records, 0)
     _show_sweep(run.folder)
 
 

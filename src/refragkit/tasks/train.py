@@ -96,6 +96,7 @@ def _fit(run: Run, recipe: Recipe) -> None:
 
     from refragkit.console import route_library_logs
     from refragkit.methods.base import Components
+    from refragkit.tracking.samples import sample_rows
     from refragkit.training.callbacks import Evaluation, StepLog
     from refragkit.training.checkpoints import Checkpoints
     from refragkit.training.progress import TrainingProgress
@@ -137,9 +138,13 @@ def _fit(run: Run, recipe: Recipe) -> None:
     loader = data.train_loader(recipe.examples_per_step, n_steps, min(first_step, n_steps - 1))
     hardware = run.hardware
     stop = StopRequest()
-    evaluation = Evaluation(
-        run.folder, on_records=lambda records, step: run.tracking.log_traces(records[:16], step)
-    )
+
+    def track(records: list[dict[str, Any]], step: int) -> None:
+        run.tracking.log_table("samples", sample_rows(records), step)
+        if step == n_steps:
+            run.tracking.log_traces(records, step)
+
+    evaluation = Evaluation(run.folder, on_records=track)
     checkpoints = Checkpoints(
         run.folder,
         evaluation,

@@ -32,6 +32,9 @@ class Tracking(Protocol):
     def log_dataset(self, name: str, context: str, digest: str, source: str, rows: int) -> None:
         """Record a data set as an input of the run."""
 
+    def log_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Add rows, all with the same keys, to a table of the run."""
+
     def log_traces(self, episodes: list[dict[str, Any]], step: int) -> None:
         """Record the hop-by-hop traces of evaluated questions."""
 

@@ -32,19 +32,30 @@ class MLflowTracking:
         uri: tracking URI; None means SQLite at ``<outputs>/mlflow.db`` with artifacts beside it.
         experiment: name of the MLflow experiment.
         log_model: whether the exported model or adapter is uploaded.
+        max_traces: questions of an evaluation whose hops become traces; 0 for none.
         outputs: folder of the local store (injected).
     """
 
     def __init__(
-        self, uri: str | None = None, experiment: str = "refragkit", log_model: bool = True, *, outputs: Path
+        self,
+        uri: str | None = None,
+        experiment: str = "refragkit",
+        log_model: bool = True,
+        max_traces: int = 100,
+        *,
+        outputs: Path,
     ) -> None:
+        if max_traces < 0:
+            raise ConfigError(f"tracking.max_traces: expected 0 or more, got {max_traces}")
         self.uri = uri
         self.experiment = experiment
         self.log_model = log_model
+        self.max_traces = max_traces
         self.outputs = outputs
         self.run_id: str | None = None
         self._experiment_id = ""
         self._logged: dict[str, int] = {}  # of a resumed run: the last step of each metric
+        self._tabled: dict[str, set[int]] = {}  # of each table: the steps that it holds
         self._client: MlflowClient | None = None
 
     def start(
@@ -73,6 +84,7 @@ class MLflowTracking:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         # MLflow's defaults keep a run waiting for four minutes where no server answers.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -148,6 +160,8 @@ class MLflowTracking:
         database = Path(uri.removeprefix("sqlite:///")).absolute()
         database.parent.mkdir(parents=True, exist_ok=True)
         _check_sqlite(database)
+        # SQLite has one writer at a time: ten, which is MLflow's default, wait for each other
+        os.environ.setdefault("MLFLOW_ASYNC_TRACE_LOGGING_MAX_WORKERS", "1")
         # Parallel jobs race on the schema migration of a new SQLite store and on the experiment's name.
         with FileLock(database.with_name(f".{database.name}.lock")):
             self._client = MlflowClient(tracking_uri=uri)
@@ -229,20 +243,52 @@ class MLflowTracking:
             self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", context)])]
         )
 
+    def log_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Add rows to the table ``<name>.json``, which MLflow shows beside those of other runs.
+
+        Args:
+            name: of the table.
+            rows: with the same keys each time; ``step`` is put in front of them.
+            step: optimiser step. A step that the table holds already, in a resumed run, is left as it is.
+        """
+        if self._client is None or self.run_id is None or not rows:
+            return
+        file = f"{name}.json"
+        if name not in self._tabled:
+            self._tabled[name] = self._steps_of(file)
+        if step in self._tabled[name]:
+            return
+        columns = {key: [row[key] for row in rows] for key in rows[0]}
+        self._client.log_table(self.run_id, {"step": [step] * len(rows), **columns}, file)
+        self._tabled[name].add(step)
+
+    def _steps_of(self, file: str) -> set[int]:
+        """The steps that a table holds; none where there is no such table yet."""
+        import json
+        from tempfile import TemporaryDirectory
+
+        assert self._client is not None and self.run_id is not None
+        if file not in {artifact.path for artifact in self._client.list_artifacts(self.run_id)}:
+            return set()
+        with TemporaryDirectory() as folder:
+            table = json.loads(Path(self._client.download_artifacts(self.run_id, file, folder)).read_text())
+        at = table["columns"].index("step")
+        return {int(row[at]) for row in table["data"]}
+
     def log_traces(self, episodes: list[dict[str, Any]], step: int) -> None:
         """Record one MLflow trace for each episode, with a span for each hop and one for the answer.
 
         Args:
-            episodes: dicts as in ``samples.jsonl``.
+            episodes: dicts as in ``samples.jsonl``; the first ``max_traces`` are recorded.
             step: optimiser step of the evaluation.
         """
-        if self._client is None or self.run_id is None:
+        if self._client is None or self.run_id is None or not episodes[: self.max_traces]:
             return
         import mlflow
 
         mlflow.set_tracking_uri(self.uri or self._local_uri())
         mlflow.set_experiment(experiment_id=self._experiment_id)
-        for episode in episodes:
+        for episode in episodes[: self.max_traces]:
             root = mlflow.start_span_no_context(
                 name="episode",
                 span_type="CHAIN",

@@ -30,6 +30,9 @@ class NoTracking:
     def log_dataset(self, name: str, context: str, digest: str, source: str, rows: int) -> None:
         """Ignore the data set."""
 
+    def log_table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        """Ignore the rows."""
+
     def log_traces(self, episodes: list[dict[str, Any]], step: int) -> None:
         """Ignore the traces."""
 

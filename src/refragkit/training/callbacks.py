@@ -43,7 +43,7 @@ class Evaluation(pl.Callback):
     Args:
         folder: the run folder; answers go to ``samples.jsonl``.
         monitor: metric that decides which evaluation is best, lower is better.
-        on_records: called with the records of the last evaluation.
+        on_records: called with the records of each evaluation and its step.
 
     Attributes:
         best_step: step of the best evaluation so far, 0 before any.
@@ -105,8 +105,6 @@ class Evaluation(pl.Callback):
         value = self.last.metrics.get(self.monitor, float("nan"))
         if value < self.best:
             self.best, self.best_step = value, step
-        if step == n_steps and self.on_records is not None:
-            self.on_records(self.last.records, step)
 
     def _evaluate(self, trainer: pl.Trainer, module: MethodModule) -> Evaluated:
         step = trainer.global_step
@@ -123,6 +121,8 @@ class Evaluation(pl.Callback):
             _duration(metrics["time/evaluate_seconds"]),
         )
         append_jsonl(self.folder / "samples.jsonl", records)
+        if self.on_records is not None:
+            self.on_records(records, step)
         return Evaluated(step, metrics, records)
 
 
