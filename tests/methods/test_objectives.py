@@ -10,13 +10,15 @@ from torch.nn import functional
 
 from refragkit import build_model, compose
 from refragkit.config import instantiate
-from refragkit.data.conversation import Rendered
+from refragkit.data.conversation import ORDERS, Rendered
 from refragkit.data.datamodule import MultiHopQA
 from refragkit.data.tokenizer import Tokenizer
 from refragkit.methods.answers import Answer, reward_parts, score_answers
 from refragkit.methods.base import Components, MethodModule
 from refragkit.methods.refrag import RefragModule
 from refragkit.retrievers.multi_hop import MultiHopRetriever
+from refragkit.tasks.rag.prompts import build_prompt
+from refragkit.tasks.rag.settings import Settings
 from refragkit.types import Batch, Document, Episode, Hit, Hop, Question
 
 MODEL = ["model=hybrid", "model.block_pattern=TM", "model.d_model=32", "model.n_heads=2", "model.n_kv_heads=1",
@@ -70,6 +72,29 @@ def make(data: MultiHopQA, tokenizer: Tokenizer, retriever: MultiHopRetriever) -
         return module
 
     yield make
+
+
+@pytest.mark.parametrize("method", ["sft", "refrag"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_training_takes_the_order_that_the_evaluation_does(
+    make: object, data: MultiHopQA, order: str, method: str
+) -> None:
+    more = ["method.objective=none"] if method == "refrag" else []
+    module = make(f"method={method}", f"method.order={order}", *ROOM, *more)  # type: ignore[operator]
+    prepared = module.prepare(Batch(0, data.train))
+    settings = Settings(max_new_tokens=6, max_seq_len=2048, order=order)
+    seen = set()
+    for question, example in zip(data.train, prepared.examples, strict=True):
+        (hops,) = module.episodes.retrieve([question])
+        prompt = build_prompt(question, hops, module.tokenizer, settings).input_ids
+        assert example.input_ids[: len(prompt)] == prompt
+        assert sum(example.loss_mask[: len(prompt)]) == 0 < example.supervised_tokens
+        special = module.tokenizer.special_ids
+        users = [i for i, t in enumerate(prompt) if t == special["<|user|>"]]
+        seen.add((len(users), users[0] < prompt.index(special["<|retrieval|>"])))
+    assert seen == {
+        {"question_first": (1, True), "documents_first": (1, False), "sandwich": (2, True)}[order]
+    }
 
 
 def example_losses(module: MethodModule, examples: list[Rendered]) -> list[torch.Tensor]:

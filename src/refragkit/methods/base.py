@@ -128,6 +128,7 @@ class MethodModule(pl.LightningModule, ABC):
             recipe.max_seq_len,
             recipe.max_new_tokens,
             recipe.max_document_tokens,
+            recipe.order,
         )
         self.history: list[dict[str, float]] = []
         self.shown: dict[str, float] = {}

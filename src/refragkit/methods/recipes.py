@@ -36,6 +36,7 @@ class Recipe:
         max_seq_len: tokens of a training example; documents are cut to make room.
         max_document_tokens: tokens of one document; null: no limit of its own.
         max_new_tokens: longest generated answer.
+        order: where a question stands, one of ``refragkit.data.conversation.ORDERS``.
         lr: one learning rate for every parameter; null: the three below.
         embedding_lr: for the (tied) embedding; 0 freezes it, and no gradient of it is computed. The others likewise.
         unembedding_lr: for an untied output head.
@@ -60,6 +61,7 @@ class Recipe:
     max_seq_len: int
     max_document_tokens: int | None
     max_new_tokens: int
+    order: Literal["question_first", "documents_first", "sandwich"]
     lr: float | None
     embedding_lr: float
     unembedding_lr: float
@@ -158,7 +160,6 @@ class Refrag(Recipe):
         kl_coef: weight of the divergence from the start model; 0 does without that model.
         warmup: what the first ``trace_steps`` optimiser steps learn instead of the objective.
         trace_steps: steps on gold traces.
-        order: where the question stands, one of ``refragkit.data.conversation.ORDERS``.
         first_query: who writes the first query where ``retriever.planner=model``; the model writes all later ones.
         max_hops: searches for one question at most.
         top_k_per_hop: passages of one search.
@@ -173,7 +174,6 @@ class Refrag(Recipe):
     kl_coef: float
     warmup: Literal["none", "gold_traces"]
     trace_steps: int
-    order: Literal["question_first", "documents_first", "sandwich"]
     first_query: Literal["question", "model"]
     max_hops: int
     top_k_per_hop: int

@@ -60,7 +60,6 @@ class RefragModule(MethodModule):
 
     def __init__(self, recipe: Refrag, components: Components) -> None:
         super().__init__(recipe, components)
-        self.episodes.order = recipe.order
         self.alarms = Alarms()
         planner = None if components.retriever is None else components.retriever.planner
         if isinstance(planner, ModelPlanner):
