@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
+from typing import Literal
 
 from refragkit.errors import ConfigError
 from refragkit.experiment import Run
@@ -16,6 +18,8 @@ COMMANDS = {"/reset": "forget the conversation", "/exit": "end it (so does the e
 def chat(
     run: Run,
     system: str = "",
+    use_retrieval: bool = False,
+    first_query: Literal["question", "model"] = "question",
     max_new_tokens: int = 256,
     temperature: float = 0.7,
     top_p: float = 0.9,
@@ -28,6 +32,9 @@ def chat(
     Args:
         run: the run; ``model.path`` names the model and ``seed`` the random numbers.
         system: text of a system turn in front, none if empty.
+        use_retrieval: put documents of the run's retriever behind each question; with ``retriever.planner=model`` the
+            model may search for more.
+        first_query: who writes the first query there: the ``question`` itself is searched for, or the ``model`` asks.
         max_new_tokens: tokens of each answer at most.
         temperature: 0 always takes the likeliest token.
         top_p: sample from the fewest likeliest tokens that hold this much probability.
@@ -43,6 +50,7 @@ def chat(
     from refragkit.generation.chat_session import ChatSession
     from refragkit.generation.engine import GenerationConfig
     from refragkit.generation.text_stream import stop_strings
+    from refragkit.tasks.retrieval import hop_records, log_hop, task_retriever
     from refragkit.tasks.trained_model import check_run, trained_model
 
     check_run(run)
@@ -51,15 +59,18 @@ def chat(
     stops = stop_strings(stop)
     tokenizer = run.tokenizer
     config = GenerationConfig(max_new_tokens, temperature, top_p, top_k, (tokenizer.end_id,))
+    retriever = task_retriever(run, first_query) if use_retrieval else None
     model = trained_model(run, tokenizer, adapter_path)
-    session = ChatSession(model, tokenizer, config, system=system, stop=stops, seed=run.seed)
+    session = ChatSession(
+        model, tokenizer, config, system=system, stop=stops, seed=run.seed, retriever=retriever
+    )
 
     watched = is_terminal()
     if watched:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 (gives input() line editing and a history)
         console.print("; ".join(f"{name}: {what}" for name, what in COMMANDS.items()), highlight=False)
-    read_tokens = new_tokens = turns = 0
+    read_tokens = new_tokens = turns = further_tokens = 0
     read_seconds = write_seconds = 0.0
     conversation = 0
     while True:
@@ -80,8 +91,11 @@ def chat(
             continue
         if not line:
             continue
-        write_text("model> " if watched else "")
-        answer = session.ask(line, write_text)
+        heading = ["model> "] if watched else []
+        if retriever is None:
+            _write_behind(heading, "")
+        answer = session.ask(line, partial(_write_behind, heading), log_hop)
+        _write_behind(heading, "")
         write_text("\n")
         append_jsonl(
             run.folder / "samples.jsonl",
@@ -94,12 +108,14 @@ def chat(
                     "ended_by": answer.ended_by,
                     "read_tokens": answer.read_tokens,
                     "new_tokens": len(answer.token_ids),
+                    **({"hops": hop_records(answer.hops)} if use_retrieval else {}),
                 }
             ],
         )
         turns += 1
         read_tokens += answer.read_tokens
         new_tokens += answer.clock.tokens
+        further_tokens += answer.clock.tokens - answer.clock.turns
         read_seconds += answer.clock.prefill_seconds
         write_seconds += answer.clock.decode_seconds
     if turns:
@@ -110,7 +126,16 @@ def chat(
             "chat/read_tokens": read_tokens,
             "chat/new_tokens": new_tokens,
             "chat/prefill_seconds": read_seconds,
-            "chat/tokens_per_second": (new_tokens - turns) / write_seconds if write_seconds > 0 else 0.0,
+            "chat/tokens_per_second": further_tokens / write_seconds if write_seconds > 0 else 0.0,
         },
         step=0,
     )
+
+
+def _write_behind(heading: list[str], text: str) -> None:
+    """Write a piece of an answer, the first one behind its heading: what is searched for is said in front of it."""
+    from refragkit.console import write_text
+
+    while heading:
+        write_text(heading.pop())
+    write_text(text)
