@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -284,6 +286,41 @@ def test_the_start_model_shares_what_is_not_trained(make: Make) -> None:
     assert whole._start[0].own_bytes == sum(4 * p.numel() for p in whole.model.parameters())
     # It is no part of what is saved
     assert not [n for n in whole.state_dict() if "start" in n]
+
+
+@pytest.mark.parametrize("overrides", [(), ("adapter=lora", "adapter.blocks=TM", "adapter.targets=[q,out]")])
+def test_the_start_behind_a_warm_up_comes_back_with_a_checkpoint(
+    make: Make, data: MultiHopQA, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    # Behind the warm-up of one step; what a resumed run is built from is what stood before it
+    monkeypatch.setattr(PolicyGradientModule, "global_step", property(lambda module: 5))
+    warmed_up = ("method.warmup=gold_traces", "method.trace_steps=1", "method.kl_coef=0.5", *overrides)
+    module = make(*warmed_up, planner="model")
+    move_away(module.model)
+    assert not module._start
+    module.learn(Batch(0, data.train))
+    start = {name: value.clone() for name, value in module._start[0].state_dict().items()}
+    move_away(module.model)
+    loops = {
+        "fit_loop": pl.Trainer(logger=False, enable_checkpointing=False, barebones=True).fit_loop.state_dict()
+    }
+    checkpoint = {"state_dict": module.state_dict(), "loops": loops}
+    module.on_save_checkpoint(checkpoint)
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    expected = module.learn(Batch(1, data.train)).metrics
+
+    resumed = make(*warmed_up, planner="model")
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    resumed.on_load_checkpoint(read)
+    resumed.load_state_dict(read["state_dict"], strict=not overrides)
+    found = resumed.learn(Batch(1, data.train)).metrics
+    assert expected["train/kl"] > 1e-5
+    assert found["train/kl"] == expected["train/kl"]
+    restored = resumed._start[0].state_dict()
+    assert set(restored) == set(start)
+    assert all(torch.equal(restored[name], value) for name, value in start.items())
 
 
 @pytest.mark.parametrize(
