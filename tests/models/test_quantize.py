@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import refragkit
+from refragkit.data.datamodule import SAMPLE_DIR
+from refragkit.data.tokenizer import Tokenizer
 from refragkit.errors import CheckpointError, ConfigError
 from refragkit.models.build import build_from_config, build_model
+from refragkit.models.checkpoint import load_model
 from refragkit.models.config import ModelConfig
 from refragkit.models.hybrid import HybridLM
 from refragkit.models.layers.int8 import Int8Embedding, Int8Linear
@@ -349,3 +353,31 @@ def test_the_model_is_never_held_in_floating_point(source: str, tmp_path: Path) 
         assert peak < 1.2 * size + 4 * 8192 * 512
     else:  # what is drawn is freed, but the allocator returns small blocks late
         assert peak < 0.75 * in_float
+
+
+@pytest.mark.slow
+def test_a_real_model_loses_less_than_one_percent(smollm2: Path) -> None:
+    """SmolLM2-135M on passages of the bundled sample: prose that it has not been trained here to know."""
+    tokenizer = Tokenizer.load(smollm2)
+    with (SAMPLE_DIR / "corpus.jsonl").open(encoding="utf-8") as file:
+        text = "\n\n".join(json.loads(line)["text"] for line in itertools.islice(file, 60))
+    ids = torch.tensor(tokenizer.encode(text)[:2048]).view(4, 512)
+    losses = {}
+    for quantize in (None, "int8", "bf16"):
+        model = load_model(smollm2, quantize=quantize).eval()
+        assert is_int8(model) == (quantize == "int8")
+        with torch.no_grad():
+            rows = [
+                linear_cross_entropy(
+                    model.hidden_states(row[None, :-1])[0][0].float(),
+                    model.head_weight if model.head_scale is not None else model.head_weight.float(),
+                    row[1:],
+                    scale=model.head_scale,
+                )
+                for row in ids
+            ]
+        losses[quantize] = float(torch.cat(rows).mean())
+    print(losses)
+    assert 2 < losses[None] < 4  # it reads English
+    for quantize in ("int8", "bf16"):
+        assert abs(losses[quantize] - losses[None]) < 0.01 * losses[None], losses

@@ -8,20 +8,28 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from refragkit.adapters.low_rank import AdapterWeights
 from refragkit.adapters.merge import merge_adapters
 from refragkit.adapters.peft_format import read_adapter
 from refragkit.config import compose, instantiate
 from refragkit.errors import ConfigError
+from refragkit.experiment import run_experiment
 from refragkit.methods.lora_workers import LoraWorkersModule
+from refragkit.tasks.verify_resume import differences
+from refragkit.training.resume import stored_config
 from tests.tasks.conftest import TEXTS, Result
 
 Execute = Callable[..., Result]
@@ -46,25 +54,29 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
-def lora(execute: Execute, run_folder: Path, chat: list[str]) -> Execute:
+def settings(run_folder: Path, chat: list[str]) -> list[str]:
+    return [
+        "model=hybrid",
+        "retriever=none",
+        "method=lora",
+        f"model.path={run_folder}",
+        *chat,
+        "adapter.rank=4",
+        "adapter.alpha=8",
+        "method.lr=0.01",
+        "method.warmup_steps=0",
+        "method.global_batch_size=4",
+        "method.max_seq_len=128",
+        f"method.max_steps={STEPS}",
+        "method.save_every=4",
+        "hardware.precision=32-true",
+        "hardware.threads=1",
+    ]
+
+
+@pytest.fixture
+def lora(execute: Execute, settings: list[str]) -> Execute:
     def lora(*overrides: str) -> Result:
-        settings = [
-            "model=hybrid",
-            "retriever=none",
-            "method=lora",
-            f"model.path={run_folder}",
-            *chat,
-            "adapter.rank=4",
-            "adapter.alpha=8",
-            "method.lr=0.01",
-            "method.warmup_steps=0",
-            "method.global_batch_size=4",
-            "method.max_seq_len=128",
-            f"method.max_steps={STEPS}",
-            "method.save_every=4",
-            "hardware.precision=32-true",
-            "hardware.threads=1",
-        ]
         changed = {override.split("=")[0] for override in overrides}
         return execute(*(s for s in settings if s.split("=")[0] not in changed), *overrides)
 
@@ -189,6 +201,104 @@ def test_a_run_without_workers_left_fails(lora: Execute) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
+def test_figures_of_workers_go_to_the_run_of_their_leader(settings: list[str], tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    outputs = tmp_path / "outputs"
+    summary = run_experiment(
+        compose([*settings, "method.workers=2", f"paths.outputs={outputs}"]), tmp_path / "run"
+    )
+    assert summary.status == "finished", summary.error
+    client = MlflowClient(tracking_uri=f"sqlite:///{outputs / 'mlflow.db'}")
+    runs = [run for e in client.search_experiments() for run in client.search_runs([e.experiment_id])]
+    assert [run.info.run_id for run in runs] == [summary.mlflow_run_id]
+    for name in ("worker_0/loss", "worker_1/loss", "train/loss"):
+        history = client.get_metric_history(runs[0].info.run_id, name)
+        assert [point.step for point in history] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_every_process_behind_a_checkpoint(settings: list[str], tmp_path: Path) -> None:
+    """Sent to all of them, as a terminal does."""
+    folder = tmp_path / "run"
+    kept = [s for s in settings if not s.startswith("method.max_steps")]
+    overrides = [
+        *(*kept, "method.epochs=100000", "method.workers=2", "method.log_every=1", "tracking=none"),
+        *(f"hydra.run.dir={folder}", f"paths.outputs={tmp_path}"),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parents[2] / "run.py"), *overrides],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        while not (log := folder / "train.log").exists() or "step 2/" not in log.read_text():
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=120) == 130
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert (folder / "checkpoints" / "last.ckpt").exists()
+    assert "worker" not in log.read_text().split("Ctrl-C", 1)[1]  # none of them was lost
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and session_members(process.pid):
+        time.sleep(0.1)
+    assert not session_members(process.pid)
+
+
+def session_members(session: int) -> list[str]:
+    """The processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(stat.parent.name)
+    return found
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the package catches it as an error of its own."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", [["average=svd", "sync_every=3"], ["sync_every=1"]])
+def test_a_run_that_was_ended_goes_on_exactly(
+    sync: list[str], lora: Execute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters and moments of all workers are in the checkpoint."""
+    overrides = ["method.workers=2", "method.save_every=2", *(f"method.{o}" for o in sync)]
+    whole = lora(*overrides)
+    step = LoraWorkersModule.training_step
+
+    def killing(module: LoraWorkersModule, *arguments: Any) -> None:
+        if module.global_step == 5:
+            raise Killed
+        step(module, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(LoraWorkersModule, "training_step", killing)
+        lora(*overrides)
+    assert not multiprocessing.active_children()
+    folder = max(tmp_path.glob("run-*"), key=lambda path: path.stat().st_mtime)
+    assert folder != whole.folder and not (folder / "adapter" / "adapter_final.safetensors").exists()
+    cfg = stored_config(folder)
+    cfg.resume = str(folder)
+    summary = run_experiment(cfg, folder)
+    assert summary.status == "finished" and summary.resumed == 1, summary.error
+    # (Metadata of safetensors stand in random order, so that equal files differ)
+    for name in ("thread_0", "thread_1", "checkpoint_4", "adapter_final", "adapter_model"):
+        mine, wanted = (load_file(f / "adapter" / f"{name}.safetensors") for f in (folder, whole.folder))
+        assert mine.keys() == wanted.keys() and all(torch.equal(mine[k], wanted[k]) for k in mine), name
+    assert differences(whole.folder, folder) == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -201,7 +311,7 @@ def test_a_run_without_workers_left_fails(lora: Execute) -> None:
         ),
         (["workers=2", "sync_every=3"], "method.sync_every=3 goes on from averages"),
         (["sync_every=3"], "method.sync_every=3 is about several workers"),
-        (["save_every=0"], "method.save_every: expected null or at least 1"),
+        (["workers=2", "sync_every=0"], "method.sync_every: expected null or at least 1"),
     ],
 )
 def test_what_is_refused(overrides: list[str], message: str) -> None:

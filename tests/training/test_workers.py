@@ -82,9 +82,6 @@ def model() -> HybridLM:
 @pytest.fixture
 def workers(model: HybridLM) -> Iterator[Workers]:
     job = Job(
-        model=None,
-        base=None,
-        adapter=cast(Any, None),
         learning_rates=LearningRates.uniform(0.01),
         weight_decay=0.0,
         grad_clip=1.0,

@@ -20,7 +20,7 @@ class Lora(Recipe):
     """Settings of lora; see ``Recipe`` for the shared ones.
 
     Attributes:
-        save_every: optimiser steps between files ``adapter/checkpoint_<step>.safetensors``; null: none.
+        save_every: with each checkpoint goes a file ``adapter/checkpoint_<step>.safetensors``; null: none.
         workers: processes that train an adapter each on a share of every batch, beside one read-only base.
         worker_weights: the share of each; null: equal ones.
         average: how their adapters become one, see ``refragkit.adapters.merge``.
@@ -28,7 +28,6 @@ class Lora(Recipe):
             instead, in each step; null: once, at the end.
     """
 
-    save_every: int | None
     workers: int
     worker_weights: Sequence[float] | None
     average: Literal["exact", "svd", "factors"]
@@ -38,10 +37,8 @@ class Lora(Recipe):
         super().__post_init__()
         if self.workers < 1:
             raise ConfigError(f"method.workers: expected at least 1, got {self.workers}")
-        for name in ("save_every", "sync_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"method.{name}: expected null or at least 1, got {value}")
+        if self.sync_every is not None and self.sync_every < 1:
+            raise ConfigError(f"method.sync_every: expected null or at least 1, got {self.sync_every}")
         if self.workers == 1:
             alone = [name for name in ("worker_weights", "sync_every") if getattr(self, name) is not None]
             if alone:

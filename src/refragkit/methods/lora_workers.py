@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -79,9 +79,6 @@ class LoraWorkersModule(LoraModule):
         assert isinstance(optimizer, LightningOptimizer)
         self._peaks = {str(group["name"]): group["initial_lr"] for group in optimizer.param_groups}
         job = Job(
-            model=None,
-            base=None,
-            adapter=cast(Any, None),
             learning_rates=self.learning_rates,
             weight_decay=self.recipe.weight_decay,
             grad_clip=self.recipe.grad_clip,
@@ -129,12 +126,7 @@ class LoraWorkersModule(LoraModule):
         if self.workers is not None:
             for index in self.workers.alive:
                 self._write_thread(index)
-        self.close()
-
-    def close(self) -> None:
-        """End the workers, whatever they are doing."""
-        if self.workers is not None:
-            self.workers.close()
+            self.workers.close(ended_well=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add adapter and moments of every worker."""
@@ -275,7 +267,8 @@ class _Ending(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         assert isinstance(pl_module, LoraWorkersModule)
-        pl_module.close()
+        if pl_module.workers is not None:
+            pl_module.workers.close()
 
 
 def _due(step: int, *every: int | None) -> bool:

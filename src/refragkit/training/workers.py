@@ -7,12 +7,12 @@ nothing with it but the step it was in.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -39,7 +39,7 @@ class Workers:
     Args:
         model: adapted; its base moves to shared memory, in place.
         count: of workers.
-        job: what each does; ``model``, ``base`` and ``adapter`` are filled in here.
+        job: what each does.
         first_step: that they will take.
         start: values and moments to begin with, by worker, as `state` gives them; None: the model's values.
 
@@ -71,14 +71,13 @@ class Workers:
         self._gradients: dict[int, Gradient] = {}
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
+        atexit.register(self.close)  # before multiprocessing's own: it asks with SIGTERM, and waits
         context = _context()
         frame = skeleton(model)
         for index in range(count):
             ours, theirs = context.Pipe()
-            own = replace(job, model=frame, base=ReadOnly(self.base), adapter=self.adapters[index])
-            process = context.Process(
-                target=work, args=(index, theirs, own), name=f"worker-{index}", daemon=True
-            )
+            arguments = (index, theirs, job, frame, ReadOnly(self.base), self.adapters[index])
+            process = context.Process(target=work, args=arguments, name=f"worker-{index}", daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -142,23 +141,20 @@ class Workers:
             for i in sources
         ]
 
-    def close(self) -> None:
-        """End the workers, whatever they are doing."""
-        for index in self.alive:
+    def close(self, ended_well: bool = False) -> None:
+        """End the workers, whatever they are doing; after ``ended_well`` they are given time to end by themselves."""
+        for index in list(self.alive):
             self._send(index, None)
-        waiting = [index for index in self.alive if self._steps[index] >= max(self._steps)]
-        for index, process in enumerate(self._processes):
-            process.join(_SECONDS_TO_END if index in waiting else 0)
+        for process in self._processes:
+            process.join(_SECONDS_TO_END if ended_well else 0)
         for process in self._processes:
             if process.is_alive():
-                process.terminate()
-                process.join(_SECONDS_TO_END)
-            if process.is_alive():
-                process.kill()
+                process.kill()  # it has nothing to lose: what it holds is in our memory too
                 process.join()
         for connection in self._connections:
             connection.close()
         self.alive = []
+        atexit.unregister(self.close)
 
     def _send(self, index: int, message: Order | int | None) -> None:
         try:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,12 +29,9 @@ from refragkit.training.workers_memory import SharedMemory, fill_skeleton
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is started with.
+    """What every worker is to do.
 
     Attributes:
-        model: the adapted model, on the meta device.
-        base: its frozen tensors; arrive read-only.
-        adapter: the worker's own tensors, values, moments and gradients of its adapter.
         learning_rates: peaks.
         weight_decay: AdamW's.
         grad_clip: largest gradient norm; 0 switches clipping off.
@@ -47,9 +43,6 @@ class Job:
         shared_gradients: whether the parent averages the gradients of all workers before each update.
     """
 
-    model: Any
-    base: Any
-    adapter: SharedMemory
     learning_rates: LearningRates
     weight_decay: float
     grad_clip: float
@@ -121,14 +114,32 @@ class Failed:
     reason: str
 
 
-def work(index: int, connection: Connection, job: Job) -> None:
-    """Take steps until told to stop, or until the parent is gone."""
-    # Ctrl-C reaches every process of the terminal; the parent ends its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def work(
+    index: int,
+    connection: Connection,
+    job: Job,
+    model: SequenceModel,
+    base: SharedMemory,
+    adapter: SharedMemory,
+) -> None:
+    """Take steps until told to stop, or until the parent is gone.
+
+    Args:
+        index: of the worker.
+        connection: to the parent.
+        job: what to do.
+        model: the skeleton of the adapted model.
+        base: its frozen tensors, read-only.
+        adapter: values, moments and gradients of the worker's own adapter.
+    """
+    # Ctrl-C reaches every process of the terminal, and a scheduler's SIGTERM every one of the job. The parent ends its
+    # workers, behind a checkpoint that needs them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(job.threads)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
-            worker = _Worker(index, connection, job)
+            worker = _Worker(index, connection, job, model, base, adapter)
             while (order := connection.recv()) is not None:
                 connection.send(worker.step(order))
         except RefragError as error:
@@ -140,13 +151,21 @@ def work(index: int, connection: Connection, job: Job) -> None:
 
 
 class _Worker:
-    def __init__(self, index: int, connection: Connection, job: Job) -> None:
+    def __init__(
+        self,
+        index: int,
+        connection: Connection,
+        job: Job,
+        model: SequenceModel,
+        base: SharedMemory,
+        adapter: SharedMemory,
+    ) -> None:
         self.index = index
         self.connection = connection
         self.job = job
-        self.model = cast(SequenceModel, job.model)
-        own = job.adapter.tensors
-        fill_skeleton(self.model, {**job.base.tensors, **values_of(own)})
+        self.model = model
+        own = adapter.tensors
+        fill_skeleton(self.model, {**base.tensors, **values_of(own)})
         self.model.train()
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.parameters = list(trained.values())
