@@ -8,6 +8,7 @@ import math
 import os
 import re
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -259,7 +260,9 @@ class MLflowTracking:
         if step in self._tabled[name]:
             return
         columns = {key: [row[key] for row in rows] for key in rows[0]}
-        self._client.log_table(self.run_id, {"step": [step] * len(rows), **columns}, file)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # MLflow asks pandas for columns in a way that pandas 3 warns of
+            self._client.log_table(self.run_id, {"step": [step] * len(rows), **columns}, file)
         self._tabled[name].add(step)
 
     def _steps_of(self, file: str) -> set[int]:
