@@ -351,6 +351,24 @@ def test_batches_hold_every_prompt_once_and_keep_to_their_size(
     assert one[-1].text == "" and len({a.text for a in one}) > 2
 
 
+def test_long_prompts_are_read_in_pieces(run_folder: Path, tokenizer: Tokenizer) -> None:
+    model = load_model(run_folder / "model").eval()
+    prompts = [tokenizer.encode("Who wrote it? " * n) for n in (90, 70, 9, 1)]
+    assert len(prompts[1]) > 3 * 64
+    whole = answer_all(model, tokenizer, prompts, Settings(max_new_tokens=4))
+    read: list[int] = []
+    run = model._run
+
+    def counted(input_ids, *rest):  # type: ignore[no-untyped-def]
+        read.append(input_ids.numel())
+        return run(input_ids, *rest)
+
+    model._run = counted  # type: ignore[method-assign]
+    pieces = answer_all(model, tokenizer, prompts, Settings(max_new_tokens=4, batch_tokens=64))
+    assert [a.token_ids for a in pieces] == [a.token_ids for a in whole]
+    assert max(read) == 64 and sum(read) >= sum(map(len, prompts))
+
+
 def test_questions_that_do_not_fit_count_as_wrong(execute: Execute, run_folder: Path, data: Path) -> None:
     result = execute(*_common(run_folder, data, "rag.max_seq_len=36", "retriever.max_hops=1"))
     assert result.summary["status"] == "finished", result.err
@@ -396,7 +414,9 @@ def test_tracking(run_folder: Path, data: Path, tmp_path: Path) -> None:
     assert run.data.metrics["rag/support_recall"] == 1.0
     assert run.data.params["rag.max_new_tokens"] == "6"
     files = {f.path for f in client.list_artifacts(run.info.run_id)}
-    assert {"rag.csv", "samples.jsonl", "prompt.txt", "plots", "summary.json"} <= files
+    assert {"rag.csv", "samples.jsonl", "samples.json", "prompt.txt", "plots", "summary.json"} <= files
+    table = client.load_table(run.info.experiment_id, "samples.json", [run.info.run_id])
+    assert table["id"].tolist() == ["q1", "q2", "q3", "q4"] and table["supporting"][2] == "Sphagnum"
     assert {t.value for i in run.inputs.dataset_inputs for t in i.tags} == {"evaluation"}
     mlflow.set_tracking_uri(f"sqlite:///{outputs / 'mlflow.db'}")
     traces = mlflow.search_traces(run_id=run.info.run_id, return_type="list")
