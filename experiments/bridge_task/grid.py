@@ -73,7 +73,7 @@ _SFT = (
     f"data.path={DATA / 'more' / 'traces.jsonl'}",
     f"data.validation_path={DATA / 'more' / 'validation_traces.jsonl'}",
     "method.epochs=100",
-    "method.max_steps=68",
+    "method.max_steps=88",
     "method.eval_every=1000",
 )
 _WEIGHTED = (
@@ -81,7 +81,7 @@ _WEIGHTED = (
     *_EFFICIENT,
     "method.objective=reward_weighted",
     "method.global_batch_size=32",
-    "method.max_steps=72",
+    "method.max_steps=95",
 )
 _GRADIENT = (
     *_LIVE,
@@ -164,8 +164,9 @@ def all_jobs(seeds: Sequence[int]) -> list[Job]:
     """In the order of doing: what the most depends on first."""
     jobs = [Job("hybrid", "warm", 0)]
     jobs += [Job("hybrid", method, seed) for seed in seeds for method in METHODS]
-    for architecture in ("transformer", "rwkv-qwen", "mamba"):
-        jobs.append(Job(architecture, "warm", 0))
+    others = ("transformer", "rwkv-qwen", "mamba")
+    jobs += [Job(architecture, "warm", 0) for architecture in others]
+    for architecture in others:
         # refrag refuses a model without a recurrent block
         methods = ["sft"] if architecture == "transformer" else ["sft", "policy_gradient"]
         jobs += [Job(architecture, method, seed) for seed in seeds for method in methods]

@@ -23,7 +23,7 @@ from refragkit.bootstrap import bootstrap_interval
 HERE = Path(__file__).parent
 RESAMPLES = 10_000
 #: Steps that a plotted line is the mean of.
-SMOOTH_STEPS = 5
+SMOOTH_STEPS = 10
 
 Records = dict[str, dict[str, Any]]
 
@@ -176,6 +176,24 @@ def controls() -> str:
     return "\n".join(lines) + "\n"
 
 
+def learning() -> str:
+    """Validation loss on traces (queries and answers) in the course of each architecture's warm start."""
+    losses = {}
+    for architecture in ARCHITECTURES:
+        job = Job(architecture, "warm", 0)
+        if (job.folder / "metrics.csv").exists():
+            rows = metrics(job)
+            losses[architecture] = {
+                int(row["step"]): float(row["val/loss"]) for row in rows if row["val/loss"]
+            }
+    steps = sorted({step for of in losses.values() for step in of})
+    lines = [f"| model | {' | '.join(f'step {step}' for step in steps)} |", "|---" * (1 + len(steps)) + "|"]
+    for architecture, of in losses.items():
+        cells = [f"{of[step]:.2f}" if step in of else "-" for step in steps]
+        lines.append(f"| {architecture} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def smooth(values: Sequence[float]) -> list[float]:
     """Means of the last steps."""
     return [mean(values[max(0, n + 1 - SMOOTH_STEPS) : n + 1]) for n in range(len(values))]
@@ -188,7 +206,7 @@ def plot_training(seeds: Sequence[int], file: Path) -> None:
     panels = (
         ("reward/answer", "F1 of sampled answers"),
         ("train/kl", "KL to the start model (nats per token)"),
-        ("rollouts/hops", "hops of a rollout, all questions"),
+        ("rollouts/hops", "hops of a rollout (of training questions)"),
     )
     colours = {"policy_gradient": "C0", "policy_gradient, answer only": "C1"}
     names = {
@@ -206,8 +224,8 @@ def plot_training(seeds: Sequence[int], file: Path) -> None:
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=7)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(file, dpi=110)
 
 
@@ -237,7 +255,7 @@ def plot_hops(seeds: Sequence[int], file: Path) -> None:
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3, axis="x")
-    axes.legend(fontsize=7, loc="lower left")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(file, dpi=110)
 
 
@@ -249,6 +267,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     arguments = parser.parse_args()
     print(controls())
+    print(learning())
     print(results(arguments.seeds))
     print(differences(arguments.seeds))
     plot_training(arguments.seeds, HERE / "training.png")
