@@ -381,3 +381,32 @@ def test_a_real_model_loses_less_than_one_percent(smollm2: Path) -> None:
     assert 2 < losses[None] < 4  # it reads English
     for quantize in ("int8", "bf16"):
         assert abs(losses[quantize] - losses[None]) < 0.01 * losses[None], losses
+
+
+_FREED = """
+import sys, torch
+from pathlib import Path
+from refragkit.models.quantize import return_freed_memory
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+if sys.argv[1:]:
+    return_freed_memory()
+for count in (2**20, 2**21, 2**22):
+    torch.ones(count)  # having seen such tensors freed, glibc takes later ones from its heap
+before = resident()
+tensors = [torch.ones(2**21) for _ in range(16)]
+del tensors[:-1]
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_freed_memory_goes_back() -> None:
+    """Fifteen tensors of 8 MiB are freed below one that stays."""
+    held = []
+    for arguments in ([], ["return"]):
+        command = [sys.executable, "-c", _FREED, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        held.append(int(done.stdout))
+    assert held[1] < 16 * 2**20 < 100 * 2**20 < held[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -14,6 +16,10 @@ from refragkit.models.layers.rwkv7 import LowRank
 
 Quantization = Literal["int8", "bf16"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "bf16")
+
+# From glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGE_BYTES = 2**18
 
 
 def checked_quantization(value: str | None, key: str = "quantize") -> Quantization | None:
@@ -34,13 +40,26 @@ def checked_quantization(value: str | None, key: str = "quantize") -> Quantizati
     )
 
 
+def return_freed_memory() -> None:
+    """Let large tensors that are freed leave the process at once, as long as it runs.
+
+    glibc keeps what tensors of up to 32 MiB free for later ones, in pieces that these seldom fit: after a step of LoRA
+    on the 1.5b hybrid, 0.64 of 2.70 GiB. With a fixed limit what is larger is mapped on its own. Other allocators have
+    no such setting and are left alone.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_MMAP_THRESHOLD, _LARGE_BYTES)
+        set_option(_TRIM_THRESHOLD, _LARGE_BYTES)
+
+
 @torch.no_grad()
 def quantize_int8(model: HybridLM, path: str = "") -> None:
     """Replace the embedding and the linear layers under a path by int8 ones, one at a time, in place.
 
     What stays in floating point, because it is small and states are sensitive to it: norms, biases, convolutions,
     token-shift mixes, and RWKV-7's low-rank maps. The whole stack is frozen. On the meta device only the structure
-    changes.
+    changes. Who wants a small model wants freed memory back, too: see :func:`return_freed_memory`.
 
     Args:
         model: changed in place.
@@ -49,6 +68,7 @@ def quantize_int8(model: HybridLM, path: str = "") -> None:
     Raises:
         ConfigError: a weight that is not finite.
     """
+    return_freed_memory()
     root = model.get_submodule(path)
     root.requires_grad_(False)
     inside_low_rank = {

@@ -21,6 +21,7 @@ from refragkit.data.collate import IGNORED, collate, micro_batch_indices
 from refragkit.data.conversation import Rendered
 from refragkit.errors import RefragError
 from refragkit.models.base import SequenceModel
+from refragkit.models.quantize import return_freed_memory
 from refragkit.ops.cross_entropy import weighted_linear_cross_entropy
 from refragkit.seeding import derive_seed
 from refragkit.training.optim import LearningRates, build_adamw, clip_gradients, set_learning_rates
@@ -137,6 +138,7 @@ def work(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(job.threads)
+    return_freed_memory()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             worker = _Worker(index, connection, job, model, base, adapter)
