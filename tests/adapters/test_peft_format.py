@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from refragkit.adapters.lora import LoRA, lora_layers
-from refragkit.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, load_adapter, save_adapter
+from refragkit.adapters.peft_format import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    load_adapter,
+    read_adapter,
+    save_adapter,
+)
 from refragkit.errors import CheckpointError, ConfigError
 from refragkit.models.base import SequenceModel
 from refragkit.models.build import hybrid, rwkv_qwen, transformer
@@ -98,6 +104,13 @@ def test_writing_again_replaces_the_adapter(tmp_path: Path) -> None:
     fresh = small(transformer)
     load_adapter(fresh, tmp_path)
     torch.testing.assert_close(fresh(IDS).logits, model(IDS).logits, rtol=0, atol=0)
+
+
+def test_equal_adapters_are_equal_files(tmp_path: Path) -> None:
+    model = adapted(hybrid)
+    files = [save_adapter(model, tmp_path / str(i), "ab" * 32) / WEIGHTS_FILE for i in range(12)]
+    assert len({file.read_bytes() for file in files}) == 1
+    assert set(load_file(files[0])) and read_adapter(files[0]).base_hash == "ab" * 32
 
 
 def test_nothing_to_save(tmp_path: Path) -> None:

@@ -292,7 +292,6 @@ def test_a_run_that_was_ended_goes_on_exactly(
     cfg.resume = str(folder)
     summary = run_experiment(cfg, folder)
     assert summary.status == "finished" and summary.resumed == 1, summary.error
-    # (Metadata of safetensors stand in random order, so that equal files differ)
     for name in ("thread_0", "thread_1", "checkpoint_4", "adapter_final", "adapter_model"):
         mine, wanted = (load_file(f / "adapter" / f"{name}.safetensors") for f in (folder, whole.folder))
         assert mine.keys() == wanted.keys() and all(torch.equal(mine[k], wanted[k]) for k in mine), name

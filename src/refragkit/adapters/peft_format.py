@@ -121,6 +121,7 @@ def write_adapter(adapter: AdapterWeights, folder: str | Path, weights_file: str
         metadata[_BASE_HASH] = adapter.base_hash
     temporary = folder / f".{weights_file}.{os.getpid()}.tmp"
     save_file(_tensors(adapter), temporary, metadata=metadata)
+    _sort_metadata(temporary)
     _publish(temporary, folder / weights_file)
     temporary = folder / f".{CONFIG_FILE}.{os.getpid()}.tmp"
     temporary.write_text(json.dumps(_config(adapter), indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -290,6 +291,18 @@ def _config(adapter: AdapterWeights) -> dict[str, Any]:
         "init_lora_weights": True,
         "modules_to_save": None,
     }
+
+
+def _sort_metadata(path: Path) -> None:
+    """Gives equal adapters equal bytes: safetensors writes metadata in another order each time."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 def _publish(temporary: Path, target: Path) -> None:
