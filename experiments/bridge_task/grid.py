@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from answer import MAX_HOPS, MAX_NEW_TOKENS, MAX_SEQ_LEN, TOP_K, answers_of
 from omegaconf import OmegaConf
@@ -150,14 +151,21 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Whether the folder holds a run of this very configuration that came to its end."""
+        """Whether the folder holds a run of this configuration that came to its end; keys added since don't count."""
         try:
             summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
             config = OmegaConf.load(self.folder / "config.yaml")
         except (OSError, ValueError):
             return False
         wanted = OmegaConf.to_container(compose(self.overrides), resolve=True)
-        return bool(summary["status"] == "finished" and OmegaConf.to_container(config) == wanted)
+        return bool(summary["status"] == "finished" and agrees(OmegaConf.to_container(config), wanted))
+
+
+def agrees(had: Any, wanted: Any) -> bool:
+    """Whether all that a run's configuration says is still what is wanted."""
+    if isinstance(had, dict) and isinstance(wanted, dict):
+        return all(key in wanted and agrees(value, wanted[key]) for key, value in had.items())
+    return bool(had == wanted)
 
 
 def all_jobs(seeds: Sequence[int]) -> list[Job]:
