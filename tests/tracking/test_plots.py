@@ -126,8 +126,8 @@ def test_plot_conversion_shows_ratios_states_and_counts(
     from refragkit.tracking import plots
 
     drawn: list[Figure] = []
-    save = plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure) or save(figure, path))
+    save = plots.save_figure
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure) or save(figure, path))
     models = {"source": measures(1), "calibrated": measures(1.3), "trained": measures(0.9)}
     plot_conversion(conversion_rows(models), tmp_path / "a.png")
     text, recalled, copied, position, state, speed = drawn[0].axes
