@@ -123,43 +123,60 @@ def evaluation_jobs(
     ]
 
 
-def table(jobs: Mapping[str, Sequence[Job]], baseline: str) -> str:
-    """F1 of each model with each kind of documents, over all seeds, and less that of another model.
+def table(jobs: Mapping[str, Sequence[Job]], baselines: Sequence[str]) -> str:
+    """F1 of each model with each kind of documents, means over seeds [their number], and less that of others.
 
     Args:
         jobs: model -> its evaluations, of all seeds.
-        baseline: the model that is taken off, question by question.
+        baselines: models that are taken off, question by question, over the seeds that both have.
     """
     kinds = list(dict.fromkeys(job.documents for of in jobs.values() for job in of))
-    lines = [f"| model | seeds | {' | '.join(kinds)} |", "|---" * (len(kinds) + 2) + "|"]
-    gains = [f"| F1 less {baseline} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    lines = [f"| F1 | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     for name, of in jobs.items():
-        cells, differences = [], []
-        for kind in kinds:
-            mine, theirs = by_question(of, kind), by_question(jobs[baseline], kind)
-            cells.append(shown(list(mine.values())))
-            differences.append(shown([value - theirs[i] for i, value in mine.items()], signed=True))
-        seeds = max(sum(job.documents == kind for job in of) for kind in kinds)
-        lines.append(f"| {name} | {seeds} | {' | '.join(cells)} |")
-        if name != baseline:
-            gains.append(f"| {name} | {' | '.join(differences)} |")
-    return "\n".join([*lines, "", *gains]) + "\n"
+        found = [by_seed(of, kind) for kind in kinds]
+        cells = [f"{shown(mean_over_seeds(f))} [{len(f)}]" if f else "-" for f in found]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for baseline in baselines:
+        lines += ["", f"| F1 less {baseline} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+        for name, of in jobs.items():
+            if name not in baselines:
+                cells = [difference(by_seed(of, kind), by_seed(jobs[baseline], kind)) for kind in kinds]
+                lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def by_question(jobs: Sequence[Job], documents: str) -> dict[str, float]:
-    """F1 of each question, the mean over seeds."""
-    found: dict[str, list[float]] = {}
-    for job in jobs:
-        if job.documents == documents:
-            for identifier, record in answers_of(job).items():
-                found.setdefault(identifier, []).append(record["f1"])
-    return {identifier: sum(values) / len(values) for identifier, values in found.items()}
+def by_seed(jobs: Sequence[Job], documents: str) -> dict[str, dict[str, float]]:
+    """F1 of each question, by seed; the seed of an untrained model is empty."""
+    return {
+        plain_seed(job): {identifier: record["f1"] for identifier, record in answers_of(job).items()}
+        for job in jobs
+        if job.documents == documents and job.finished
+    }
+
+
+def plain_seed(job: Job) -> str:
+    """The seed in the name of a job's folder; empty for an untrained model."""
+    return "" if job.model in UNTRAINED else job.folder.parent.name.rpartition("-")[2]
+
+
+def mean_over_seeds(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """One value for each question."""
+    seeds = list(found.values())
+    return {identifier: sum(of[identifier] for of in seeds) / len(seeds) for identifier in seeds[0]}
+
+
+def difference(mine: Mapping[str, Mapping[str, float]], theirs: Mapping[str, Mapping[str, float]]) -> str:
+    """The mean difference over questions, each over the seeds that both have; an untrained model has every seed."""
+    pairs = [(of, theirs.get(seed, theirs.get(""))) for seed, of in mine.items()]
+    both = [(of, other) for of, other in pairs if other is not None]
+    if not both:
+        return "-"
+    per_question = [sum(of[i] - other[i] for of, other in both) / len(both) for i in both[0][0]]
+    return f"{shown(per_question, signed=True)} [{len(both)}]"
 
 
 def shown(values: Sequence[float], signed: bool = False) -> str:
     """A mean with its 95% bootstrap interval over questions."""
-    if not values:
-        return "-"
     low, high = bootstrap_interval(values, 10_000, 0)
     form = "{:+.3f}" if signed else "{:.3f}"
     return f"{form} ({form} to {form})".format(sum(values) / len(values), low, high)
@@ -203,8 +220,7 @@ def main() -> None:
             for job in mine:
                 do(job)
             of += mine
-    baseline = next(iter(evaluations))
-    text = table(evaluations, baseline)
+    text = table(evaluations, [name for name in ("hybrid: no training", "sft") if name in evaluations])
     (out / "methods.md").write_text(text, encoding="utf-8")
     print(text)
 

@@ -44,7 +44,11 @@ def test_every_run_composes(methods: ModuleType, tmp_path: Path) -> None:
             assert (cfg.choices.task, cfg.evaluate) == ("evaluate", "rag")
 
 
-def test_tables_are_over_questions_and_seeds(methods: ModuleType, tmp_path: Path) -> None:
+def test_tables_are_over_questions_and_seeds(
+    methods: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(methods.Job, "finished", True)
+
     def asked(name: str, seed: int | None, f1: list[float]) -> list[object]:
         (job,) = methods.evaluation_jobs(name, seed, tmp_path, tmp_path / "out", [], ["none"])
         job.folder.mkdir(parents=True)
@@ -55,8 +59,10 @@ def test_tables_are_over_questions_and_seeds(methods: ModuleType, tmp_path: Path
     jobs = {
         "hybrid: no training": asked("hybrid: no training", None, [0.0, 0.5]),
         "sft": [*asked("sft", 0, [0.5, 0.5]), *asked("sft", 1, [1.0, 0.5])],
+        "reward_weighted": asked("reward_weighted", 1, [0.5, 0.5]),
     }
-    text = methods.table(jobs, "hybrid: no training")
-    assert "| hybrid: no training | 1 | 0.250 (0.000 to 0.500) |" in text
-    assert "| sft | 2 | 0.625 (0.500 to 0.750) |" in text  # of questions: their means over seeds
-    assert "| sft | +0.375 (+0.000 to +0.750) |" in text
+    text = methods.table(jobs, ["hybrid: no training", "sft"])
+    assert "| hybrid: no training | 0.250 (0.000 to 0.500) [1] |" in text
+    assert "| sft | 0.625 (0.500 to 0.750) [2] |" in text  # of questions: their means over seeds
+    assert "| reward_weighted | +0.250 (+0.000 to +0.500) [1] |" in text
+    assert "| reward_weighted | -0.250 (-0.500 to +0.000) [1] |" in text  # of sft, the same seed only
