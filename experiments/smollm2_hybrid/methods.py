@@ -134,7 +134,7 @@ def table(jobs: Mapping[str, Sequence[Job]], baselines: Sequence[str]) -> str:
     lines = [f"| F1 | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
     for name, of in jobs.items():
         found = [by_seed(of, kind) for kind in kinds]
-        cells = [f"{shown(mean_over_seeds(f))} [{len(f)}]" if f else "-" for f in found]
+        cells = [f"{shown(list(mean_over_seeds(f).values()))} [{len(f)}]" if f else "-" for f in found]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     for baseline in baselines:
         lines += ["", f"| F1 less {baseline} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
@@ -150,7 +150,7 @@ def by_seed(jobs: Sequence[Job], documents: str) -> dict[str, dict[str, float]]:
     return {
         plain_seed(job): {identifier: record["f1"] for identifier, record in answers_of(job).items()}
         for job in jobs
-        if job.documents == documents and job.finished
+        if job.documents == documents
     }
 
 

@@ -44,11 +44,7 @@ def test_every_run_composes(methods: ModuleType, tmp_path: Path) -> None:
             assert (cfg.choices.task, cfg.evaluate) == ("evaluate", "rag")
 
 
-def test_tables_are_over_questions_and_seeds(
-    methods: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(methods.Job, "finished", True)
-
+def test_tables_are_over_questions_and_seeds(methods: ModuleType, tmp_path: Path) -> None:
     def asked(name: str, seed: int | None, f1: list[float]) -> list[object]:
         (job,) = methods.evaluation_jobs(name, seed, tmp_path, tmp_path / "out", [], ["none"])
         job.folder.mkdir(parents=True)
