@@ -139,7 +139,7 @@ def table(jobs: Mapping[str, Sequence[Job]], baselines: Sequence[str]) -> str:
     for baseline in baselines:
         lines += ["", f"| F1 less {baseline} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
         for name, of in jobs.items():
-            if name not in baselines:
+            if name != baseline:
                 cells = [difference(by_seed(of, kind), by_seed(jobs[baseline], kind)) for kind in kinds]
                 lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
