@@ -148,3 +148,40 @@ def test_an_unreachable_store_is_one_readable_error(tmp_path: Path) -> None:
     tracking = MLflowTracking(uri=f"sqlite:///{tmp_path / 'folder.db'}", outputs=tmp_path)
     with pytest.raises(ConfigError, match=r"tracking\.uri"):
         tracking.start("x", {}, {})
+
+
+def test_a_resumed_run_goes_on_in_the_same_one_and_repeats_no_step(store: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    first = MLflowTracking(outputs=store)
+    run_id = first.start("resumed", {}, {}, sweep=sweep)
+    assert run_id
+    for step in (1, 2):
+        first.log_metrics({"train/loss": float(step), "val/recall@5": 0.5}, step)
+    first.end("interrupted")
+
+    again = MLflowTracking(outputs=store)
+    assert again.start("resumed", {}, {}, run_id=run_id, sweep=sweep) == run_id
+    client = _client(store)
+    assert client.get_run(run_id).info.status == "RUNNING"
+    for step in (2, 3):
+        again.log_metrics({"train/loss": float(step), "val/recall@5": 0.5, "new": 1.0}, step)
+    again.end("finished")
+    for name, steps in (("train/loss", [1, 2, 3]), ("val/recall_at_5", [1, 2, 3]), ("new", [2, 3])):
+        assert [m.step for m in client.get_metric_history(run_id, name)] == steps
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+
+    other = MLflowTracking(outputs=store)
+    second = other.start("another job", {}, {}, sweep=sweep)
+    assert second and second != run_id
+    parents = [client.get_run(i).data.tags["mlflow.parentRunId"] for i in (run_id, second)]
+    assert parents[0] == parents[1]  # one run above both
+    assert client.get_run(parents[0]).info.run_name == "sweep sweep"
+
+
+def test_a_run_that_the_store_lost_begins_anew(store: Path) -> None:
+    tracking = MLflowTracking(outputs=store)
+    run_id = tracking.start("lost", {}, {}, run_id="0" * 32)
+    assert run_id and run_id != "0" * 32
+    tracking.end("finished")
