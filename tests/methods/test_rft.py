@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.nn import functional
@@ -292,7 +293,8 @@ def test_an_update_waits_for_enough_samples(make: Make, data: GSM8K, monkeypatch
     assert [x.metrics["rollout/waiting"] for x in learnt] == [2, 4]
     assert all(p.grad is None for p in module.model.parameters())
     module._nothing_learnt(3)  # nothing to complain of
-    saved: dict[str, Any] = {"state_dict": {}}
+    loops = pl.Trainer(logger=False, enable_checkpointing=False, barebones=True).fit_loop.state_dict()
+    saved: dict[str, Any] = {"state_dict": {}, "loops": {"fit_loop": loops}}
     module.on_save_checkpoint(saved)
     resumed = make("method.min_kept=5")
     resumed.reward = module.reward
