@@ -170,7 +170,7 @@ def test_bad_input_leaves_nothing(
     assert result.summary["status"] == "failed"
     assert part in result.summary["error"]
     left = {path.name for path in result.folder.iterdir()}
-    assert left <= {"config.yaml", "summary.json", "train.log"}
+    assert left <= {".lock", "config.yaml", "summary.json", "train.log"}
 
 
 def test_nothing_is_overwritten(execute: Execute, chat: Path, run_folder: Path, tmp_path: Path) -> None:
