@@ -124,14 +124,20 @@ def test_auto_finds_the_run_of_the_same_configuration(
     assert other.status == "finished" and (tmp_path / "other" / "model").exists()
 
 
-def test_a_run_that_ended_behind_its_last_step_is_finished(
-    finished: tuple[Path, list[str]], outputs: Path, tmp_path: Path
-) -> None:
-    folder, overrides = finished
+def unfinished(folder: Path, tmp_path: Path) -> Path:
+    """A copy of a run that looks as if it had been killed."""
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     summary = json.loads((copy / "summary.json").read_text()) | {"status": "running"}
     (copy / "summary.json").write_text(json.dumps(summary))
+    return copy
+
+
+def test_a_run_that_ended_behind_its_last_step_is_finished(
+    finished: tuple[Path, list[str]], outputs: Path, tmp_path: Path
+) -> None:
+    folder, overrides = finished
+    copy = unfinished(folder, tmp_path)
     shutil.rmtree(copy / "model")
     assert go(outputs, copy, *overrides, f"resume={copy}")["status"] == "finished"
     assert differences(folder, copy) == []
@@ -159,10 +165,7 @@ def test_a_run_that_is_running_is_left_alone(
     finished: tuple[Path, list[str]], outputs: Path, tmp_path: Path
 ) -> None:
     folder, given = finished
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    summary = json.loads((copy / "summary.json").read_text()) | {"status": "running"}
-    (copy / "summary.json").write_text(json.dumps(summary))
+    copy = unfinished(folder, tmp_path)
     with lock_run(copy):
         refused = run_experiment(compose(small(outputs, *given, f"resume={copy}")), tmp_path / "new")
     assert refused.status == "failed" and "another process is running" in str(refused.error)
@@ -172,10 +175,7 @@ def test_changed_data_and_lost_files_are_refused(
     finished: tuple[Path, list[str]], outputs: Path, tmp_path: Path
 ) -> None:
     folder, given = finished
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    summary = json.loads((copy / "summary.json").read_text()) | {"status": "interrupted"}
-    (copy / "summary.json").write_text(json.dumps(summary))
+    copy = unfinished(folder, tmp_path)
     (copy / "samples.jsonl").write_text("")
     assert "had" in str(go(outputs, copy, *given, f"resume={copy}")["error"])
     last = copy / "checkpoints" / "last.ckpt"
