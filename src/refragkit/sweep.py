@@ -38,7 +38,6 @@ MEASURES: Mapping[str, tuple[bool, str]] = {
 }
 # What tells jobs apart, but not what is compared
 _APART = ("seed", "resume")
-_MOST_JOBS_WITHOUT_INTERVAL = 1
 
 #: The jobs of the last sweep that didn't come to their end, and why.
 unfinished: list[str] = []
@@ -121,7 +120,7 @@ def leaderboard(jobs: Sequence[Job]) -> list[dict[str, Any]]:
             values = [value for job in done if (value := job.value(measure)) is not None]
             if values:
                 row[measure] = sum(values) / len(values)
-                if len(values) > _MOST_JOBS_WITHOUT_INTERVAL:
+                if len(values) > 1:
                     row[f"{measure}_plus_minus"] = half_width(values)
         rows.append(row)
     first = next((m for m in MEASURES if any(m in row for row in rows)), None)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("refragkit")
 
 # A run that has trained on nothing after so many steps will not do better later.
-_STEPS_WITHOUT_A_TOKEN = 3
+STEPS_WITHOUT_A_TOKEN = 3
 # What a checkpoint keeps of a module beside its weights.
 _PROGRESS = ("history", "dropped_examples", "truncated_documents", "trained_tokens", "training_seconds")
 
@@ -223,7 +223,7 @@ class MethodModule(pl.LightningModule, ABC):
         update_started = time.perf_counter()
         if learnt.kept:
             metrics["train/grad_norm"] = clip_gradients(self.model.parameters(), self.recipe.grad_clip)
-        elif self.trained_tokens == 0 and step + 1 == min(_STEPS_WITHOUT_A_TOKEN, self.components.n_steps):
+        elif self.trained_tokens == 0 and step + 1 == min(STEPS_WITHOUT_A_TOKEN, self.components.n_steps):
             self._nothing_learnt(step + 1)
         optimizer.step()
         finished = time.perf_counter()

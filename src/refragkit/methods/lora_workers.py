@@ -31,7 +31,7 @@ from refragkit.adapters.merge import merge_adapters
 from refragkit.adapters.peft_format import adapter_weights, write_adapter
 from refragkit.data.conversation import Rendered
 from refragkit.errors import ConfigError
-from refragkit.methods.base import _STEPS_WITHOUT_A_TOKEN, Components, Prepared
+from refragkit.methods.base import STEPS_WITHOUT_A_TOKEN, Components, Prepared
 from refragkit.methods.lora import Lora
 from refragkit.methods.lora_module import LoraModule
 from refragkit.training.optim import learning_rate_factor
@@ -187,7 +187,7 @@ class LoraWorkersModule(LoraModule):
         tokens, read = sum(d.tokens for d in done), sum(d.read for d in done)
         loss = sum(d.loss * d.tokens for d in done) / max(tokens, 1)
         self.trained_tokens += read
-        if not self.trained_tokens and step == min(_STEPS_WITHOUT_A_TOKEN, self.components.n_steps):
+        if not self.trained_tokens and step == min(STEPS_WITHOUT_A_TOKEN, self.components.n_steps):
             self._nothing_learnt(step)
         factor = self._factor(step - 1)
         row = {f"lr/{kind}": peak * factor for kind, peak in self._peaks.items()} | {

@@ -123,7 +123,7 @@ def _device(run: Run) -> Finding:
     advice = (
         ""
         if precision != "32-true"
-        else "no bfloat16 in hardware: pretrained models train at about half the speed"
+        else "no bfloat16 in hardware: pretrained models train more slowly than README.md says"
     )
     return Finding("device", "note" if advice else "ok", f"{hardware.accelerator}, {precision}", advice)
 

@@ -159,7 +159,7 @@ def differences(whole: Path, other: Path) -> list[str]:
     )
     if mine["global_step"] != theirs["global_step"]:
         found.append(f"{last}: step {mine['global_step']} and step {theirs['global_step']}")
-    for part in ("state_dict", "optimizer_states", "rft_waiting", "start_model", "alarms"):
+    for part in ("state_dict", "optimizer_states", "rft_waiting", "start_model", "alarms", "workers"):
         if not _same(mine.get(part), theirs.get(part)):
             found.append(f"{last}: {part} differs")
     for name, read in (("metrics.csv", read_metrics), ("samples.jsonl", read_samples)):
